@@ -10,7 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TypeVar
 
-from router_service.dialects.fields import HONOURED, INERT, OTHERWISE_OVER_GRPC, REFUSED
+from router_service.dialects.fields import GRPC_DIFFERENCES, HONOURED, INERT, REFUSED
 from slipstream.base.config import Config, config_yaml
 from slipstream.base.errors import STATUS
 from slipstream.protocol.messages import DROP_REASONS, FEATURE_DTYPES, PROTOCOL_VERSION
@@ -71,7 +71,7 @@ def tables() -> dict[str, str]:
         "limits": markdown(("limit", "value", "what happens beyond it"), _limits()),
         "errors": markdown(("error", "what it means", "gRPC", "HTTP", "OpenAI type"), _errors()),
         "honoured": "\n".join(f"- {names}: {text}" for names, text in _together(HONOURED)),
-        "grpc": "\n".join(f"- {names}: {text}" for names, text in _together(OTHERWISE_OVER_GRPC)),
+        "grpc": "\n".join(f"- {names}: {text}" for names, text in _together(GRPC_DIFFERENCES)),
         "inert": ", ".join(f"`{name}`" for name in sorted(INERT)) + ".",
         "refused": "\n".join(f"- {names}: {advice}." for names, advice in _together(_refused())),
     }

@@ -57,7 +57,7 @@ from router_service.dialects.openai import (
     parse,
     read_body,
 )
-from router_service.dialects.problems import Problem, http_problem, problem_of, written_as
+from router_service.dialects.problems import Problem, http_problem, problem_of, with_field_names
 from router_service.event_id import HEADER as LAST_EVENT_ID
 from router_service.event_id import EventIds, Origin, ResumePoint, initial_check, parse_event_id
 from router_service.gateway import Gateway, Run
@@ -147,15 +147,15 @@ class Surface:
         return await self._answer(request, TextReply, *read)
 
     async def messages(self, request: Request) -> Response:
-        return await self._answer_translated(request, messages.chat_of, messages.NAMES, messages.MessagesReply)
+        return await self._answer_translated(request, messages.chat_of, messages.FIELD_NAMES, messages.MessagesReply)
 
     async def responses(self, request: Request) -> Response:
-        return await self._answer_translated(request, responses.chat_of, responses.NAMES, responses.ResponsesReply,
-                                      responses.repeated_fields, "input")
+        return await self._answer_translated(request, responses.chat_of, responses.FIELD_NAMES,
+                                             responses.ResponsesReply, responses.repeated_fields, "input")
 
     async def count_tokens(self, request: Request) -> Response:
         raw, unknown = await self._json(request)
-        with written_as(messages.NAMES):
+        with with_field_names(messages.FIELD_NAMES):
             plan = self._gateway.plan_chat(parse(ChatBody, messages.chat_of(raw), unknown))
             tokens = await _while_connected(request, partial(self._gateway.tokens, plan))
         return json_response({"input_tokens": len(tokens)}, headers=self._ignored_header(unknown))
@@ -300,7 +300,7 @@ class Surface:
                                  conversation: str = "messages") -> Response:
         """An answer of a dialect that is translated to chat. ``conversation``: the dialect's field of it."""
         raw, unknown = await self._json(request)
-        with written_as(names):
+        with with_field_names(names):
             body = parse(ChatBody, chat_of(raw), unknown)
             raw = repeated_fields(raw)
             plan, streamed = self._gateway.plan_chat(body), bool(body.stream)
@@ -316,7 +316,7 @@ class Surface:
                 raise InvalidRequest(name, f"is told by {CHAT} and {COMPLETIONS} alone", "unsupported_parameter")
         if request.headers.get(LAST_EVENT_ID):
             raise InvalidRequest(LAST_EVENT_ID, f"is for {CHAT} and {COMPLETIONS}; answers here begin anew")
-        with written_as({**names, "messages": conversation}):
+        with with_field_names({**names, "messages": conversation}):
             client, run = await self._start(request, plan)
         markups = run.job.markups(self._gateway.codec)
         reply = reply_type(AnswerHead(options.answer_id or run.id, run.created, plan.model,

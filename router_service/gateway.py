@@ -33,7 +33,7 @@ from router_service.balance import Balancer
 from router_service.dialects.chat import ChatBody
 from router_service.dialects.completions import CompletionBody
 from router_service.dialects.openai import MAX_ANSWER_SCORES, SEEDS, Body, Job, Options, Plan
-from router_service.dialects.problems import written_as
+from router_service.dialects.problems import with_field_names
 from router_service.dialects.tools import with_kimi_call_ids, without_tool_roles
 from router_service.tenants import Tenant
 from router_service.text.deltas import NumberedDelta, merged
@@ -343,7 +343,7 @@ class Gateway:
         room = max_tokens if last is None else None  # a prompt that is truncated may be longer
         prompts: list[Sequence[int]] = [self.codec.chat(plan.messages, plan.turn, room)] if plan.messages else []
         for i, prompt in enumerate(plan.prompts):
-            with written_as({"prompt": _field_of(plan, i)}):
+            with with_field_names({"prompt": _field_of(plan, i)}):
                 prompts.append(self.codec.encode(prompt, room, plan.add_special_tokens) if isinstance(prompt, str)
                                else prompt)
         if last is not None:

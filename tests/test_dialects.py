@@ -115,7 +115,7 @@ def test_blocks_are_alike_however_an_answer_is_cut() -> None:
     def told(*pieces: str) -> list[tuple[str, str]]:
         blocks = Blocks("a", Markup(Style(reasoning_marks=REASONING_MARKS[0]), {"weather": SCHEMA}))
         for i, piece in enumerate(pieces):
-            list(blocks.take(TextDelta(piece, finish="stop" if i == len(pieces) - 1 else "")))
+            list(blocks.push_delta(TextDelta(piece, finish="stop" if i == len(pieces) - 1 else "")))
         return [(block.kind, block.text) for block in blocks.all]
 
     assert told(*said) == told(said) == wanted

@@ -12,7 +12,7 @@ import grpc
 import pytest
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from router_service.dialects.fields import HONOURED, OTHERWISE_OVER_GRPC
+from router_service.dialects.fields import GRPC_DIFFERENCES, HONOURED
 from router_service.dialects.openai import MAX_CONTAINERS
 from slipstream.base.errors import DeadlineExceeded, InvalidRequest, SlipstreamError, TooLarge
 from slipstream.client import AsyncClient, Client, Function, Grammar, Message, ToolCall, whole
@@ -41,8 +41,8 @@ def short(value: object) -> str:
 
 def test_every_field_is_an_option_or_said_otherwise() -> None:
     options = {field.name for field in fields(ChatOptions)} - {"begun", "grammar", "function"}
-    assert options | OTHERWISE_OVER_GRPC.keys() | {"model", "messages", "prompt"} == HONOURED.keys()
-    assert not options & OTHERWISE_OVER_GRPC.keys()
+    assert options | GRPC_DIFFERENCES.keys() | {"model", "messages", "prompt"} == HONOURED.keys()
+    assert not options & GRPC_DIFFERENCES.keys()
 
 
 @pytest.mark.parametrize("body", [

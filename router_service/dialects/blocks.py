@@ -51,7 +51,7 @@ class AnswerHead:
     return_reasoning: bool = True
 
 
-def as_written(given: Any, prefix: str) -> Any:
+def strip_id_prefix(given: Any, prefix: str) -> Any:
     """The id of a call in the history, as templates take it: without the ``prefix`` of a dialect, if we made the id."""
     ours = isinstance(given, str) and given.startswith(prefix) and len(given) == len(prefix) + CALL_ID_LENGTH
     return given.removeprefix(prefix) if ours else given
@@ -73,12 +73,12 @@ class Blocks:
         self._tell_reasoning = return_reasoning
         self._open = False
 
-    def take(self, delta: TextDelta) -> Iterator[tuple[What, Block, str]]:
+    def push_delta(self, delta: TextDelta) -> Iterator[tuple[What, Block, str]]:
         """The changes of blocks by ``delta``; the text is the added part."""
         for part in self._parts(delta):
             if isinstance(part, TextPart):
                 if part.kind != "reasoning" or self._tell_reasoning:
-                    yield from self._more(part.kind, part.text)
+                    yield from self._add_text(part.kind, part.text)
                 continue
             if part.name:
                 yield from self._begin("call", part.name)
@@ -113,7 +113,7 @@ class Blocks:
                 found.append(part)
         return found
 
-    def _more(self, kind: Kind, text: str) -> Iterator[tuple[What, Block, str]]:
+    def _add_text(self, kind: Kind, text: str) -> Iterator[tuple[What, Block, str]]:
         if not self._open or self.all[-1].kind != kind:
             yield from self._begin(kind)
             text = text.lstrip() if kind == "text" and len(self.all) > 1 else text

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import orjson
 from pydantic import Field, SkipValidation, ValidationInfo, field_validator
 
-from router_service.dialects.fields import OF_MESSAGE, THINKING, UNSEEN, kind_of, legible
+from router_service.dialects.fields import FILE_NOTES, REFUSED_IN_MESSAGE, THINKING, as_text_part, part_type
 from router_service.dialects.openai import (
     MAX_CONTAINERS,
     Generation,
@@ -166,7 +166,7 @@ def _plain_message(at: str, message: Any, unknown: UnknownFields) -> Any:
         del message["reasoning"]
     if isinstance(message.get("refusal"), str) and not message.get("content"):  # what a model said instead
         message = {**message, "content": message["refusal"], "refusal": None}
-    plain = known_fields(message, Message.model_fields, OF_MESSAGE, unknown, f"{at}.")
+    plain = known_fields(message, Message.model_fields, REFUSED_IN_MESSAGE, unknown, f"{at}.")
     if plain.get("role") == "function":
         raise InvalidRequest(f"{at}.role", "is not served here; use tools and the role 'tool'", "unsupported_parameter")
     if plain.get("tool_calls") is not None:
@@ -183,13 +183,13 @@ def _plain_message(at: str, message: Any, unknown: UnknownFields) -> Any:
 
 def _part(at: str, part: Any, from_tool: bool, unknown: UnknownFields) -> str:
     """The text of a part. ``from_tool``: of a tool's result, in which files do not end the conversation."""
-    part = legible(part)
-    kind = kind_of(part)
+    part = as_text_part(part)
+    kind = part_type(part)
     if kind == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
-    if from_tool and kind in UNSEEN:
+    if from_tool and kind in FILE_NOTES:
         unknown.add(kind, f"{at}.", ())
-        return UNSEEN[kind]
+        return FILE_NOTES[kind]
     raise InvalidRequest(at, "only parts of type 'text' are supported by this server", "unsupported_parameter")
 
 

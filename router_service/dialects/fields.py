@@ -21,17 +21,17 @@ from slipstream.protocol.chat import MAX_ITEMS
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Taken with one of ``neutral``. ``advice`` ends the sentence "is not served here"."""
+    """A refused field, taken only with a ``neutral`` value. ``advice`` ends the sentence "is not served here"."""
 
     neutral: tuple[Any, ...]
     advice: str
 
-    def asks(self, value: Any) -> bool:
-        """Whether ``value`` asks for something."""
-        return value is not None and not any(_same(value, nothing) for nothing in self.neutral)
+    def refuses(self, value: Any) -> bool:
+        """Whether ``value`` asks for what is not served."""
+        return value is not None and not any(_equal(value, neutral) for neutral in self.neutral)
 
 
-# What readers are told, the default first.
+# The text for the API's pages, the default first.
 HONOURED: Mapping[str, str] = MappingProxyType({
     "model": "the one here; as `GET /v1/models` names it",
     "messages": "of chats; roles `system` (or `developer`), `user`, `assistant`, `tool`; content: text, or parts of it",
@@ -75,13 +75,13 @@ HONOURED: Mapping[str, str] = MappingProxyType({
     "speculate": "true; false: plain decoding",
 })
 
-UNSEEN: Mapping[Any, str] = MappingProxyType({  # parts of what a tool gave, and what is told instead
+FILE_NOTES: Mapping[Any, str] = MappingProxyType({  # types of parts of a tool's result -> the text in their place
     **dict.fromkeys(("image", "input_image", "image_url"), "(an image, which cannot be seen here)"),
     **dict.fromkeys(("document", "input_file", "file"), "(a file, which cannot be read here)")})
 THINKING = ("enable_thinking", "thinking")  # what chat templates call the switch: Qwen's and GLM's, DeepSeek's
 
-# Over gRPC an option bears the name of its field, but for these; what is said there instead.
-OTHERWISE_OVER_GRPC: Mapping[str, str] = MappingProxyType({
+# Options that have no field of the same name over gRPC, and what takes their place.
+GRPC_DIFFERENCES: Mapping[str, str] = MappingProxyType({
     "n": "one call, one answer; ask again with the next seed",
     "max_completion_tokens": "`max_tokens`", "logprobs": "`top_logprobs` alone",
     **dict.fromkeys(("stream", "stream_options"), "always a stream; usage comes last"),
@@ -91,7 +91,7 @@ OTHERWISE_OVER_GRPC: Mapping[str, str] = MappingProxyType({
                      "guided_grammar"), "`grammar`"),
 })
 
-# They say nothing about the answer: who asks, how to bill, keep, schedule and draft it, and in which pieces it comes.
+# They do not change the answer: who asks, how to bill, keep, schedule and draft it, and in which pieces it is sent.
 INERT = frozenset({
     "custom_labels", "metadata", "prediction", "priority", "prompt_cache_key", "prompt_cache_retention", "rid",
     "safety_identifier", "service_tier", "session_id", "spaces_between_special_tokens", "store",
@@ -100,9 +100,9 @@ INERT = frozenset({
 
 _GRAMMARS = "use structured_outputs"
 _TEXT_ONLY = "send text alone"
-_CHOOSING = "ask for n answers and choose among them"
-_PLACING = "leave it out: routers and targets place requests themselves"
-_TELLING = "leave it out: usage, logprobs and return_token_ids are what is told"
+_CHOOSE = "ask for n answers and choose among them"
+_PLACEMENT = "leave it out: routers and targets place requests themselves"
+_OUTPUTS = "leave it out: usage, logprobs and return_token_ids are what is told"
 _OWN = "leave it out: what runs is the model's own"
 _PROMPT = "write it into the prompt"
 _TOOLS = "send tools of type function"
@@ -114,11 +114,11 @@ REFUSED: Mapping[str, Refused] = MappingProxyType({name: Refused(neutral, advice
                   "use_audio_in_video": (False,), "max_dynamic_patch": (), "min_dynamic_patch": (),
                   "mm_processor_kwargs": ({},), "media_io_kwargs": ({},), "mm_payload": ("tensors",),
                   "return_mm_kwargs": (False,), "prompt_embeds": ()}),
-    (_CHOOSING, {"best_of": (1,), "use_beam_search": (False,), "length_penalty": (1,)}),
-    (_PLACING, {"data_parallel_rank": (), "routed_dp_rank": (), "disagg_prefill_dp_rank": (), "bootstrap_host": (),
+    (_CHOOSE, {"best_of": (1,), "use_beam_search": (False,), "length_penalty": (1,)}),
+    (_PLACEMENT, {"data_parallel_rank": (), "routed_dp_rank": (), "disagg_prefill_dp_rank": (), "bootstrap_host": (),
                 "bootstrap_port": (), "bootstrap_room": (), "kv_transfer_params": (), "ec_transfer_params": (),
                 "session_params": (), "extra_key": ()}),
-    (_TELLING, {"logprob_token_ids": (), "return_weight_versions": (False,),
+    (_OUTPUTS, {"logprob_token_ids": (), "return_weight_versions": (False,),
                 "return_token_offsets": (False,), "return_prompt_text": (False,),
                 "return_prompt_token_ids": (False,), "return_hidden_states": (False,),
                 "return_routed_experts": (False,), "routed_experts_start_len": (0,),
@@ -136,30 +136,30 @@ REFUSED: Mapping[str, Refused] = MappingProxyType({name: Refused(neutral, advice
     ("leave it out: a prompt is cut at its beginning", {"truncation_side": ("left",)}),
 ) for name, neutral in names.items()})
 
-# Of a message, besides role and content.
-OF_MESSAGE: Mapping[str, Refused] = MappingProxyType({
+# Fields of a message.
+REFUSED_IN_MESSAGE: Mapping[str, Refused] = MappingProxyType({
     "audio": Refused((), _TEXT_ONLY), "refusal": Refused(("",), "write it into the content"),
     "annotations": Refused(([],), "leave it out"), "function_call": Refused((), "use tool_calls"),
 })
 
 
-def others(raw: Mapping[str, Any], known: Collection[str], chat: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of ``raw``, a body of another dialect, that the dialect does not know: fields of a chat, or unknown
-    ones. ``chat``: the translation of the known fields. Raises InvalidRequest if a chat field contradicts one of the
+def other_fields(raw: Mapping[str, Any], known: Collection[str], chat: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of ``raw``, a body of another dialect, that the dialect does not know: fields of a chat, or unknown.
+    ``chat``: the translation of the known fields. Raises InvalidRequest if a chat field contradicts one of the
     dialect's own."""
-    left = {name: value for name, value in raw.items() if name not in known and not (value is None and name in chat)}
-    for name in left.keys() & chat.keys():
-        if left[name] != chat[name]:
+    other = {name: value for name, value in raw.items() if name not in known and not (value is None and name in chat)}
+    for name in other.keys() & chat.keys():
+        if other[name] != chat[name]:
             raise InvalidRequest(name, f"stands beside {name!r}, which says otherwise; send one of them")
-    return left
+    return other
 
 
-def parts_left(name: str, given: Mapping[str, Any], known: Collection[str]) -> dict[str, bool]:
+def unknown_parts(name: str, given: Mapping[str, Any], known: Collection[str]) -> dict[str, bool]:
     """The unknown parts of the field ``name``, as fields of their own."""
     return {f"{name}.{part}": True for part, value in given.items() if part not in known and value is not None}
 
 
-def object_of(raw: Mapping[str, Any], name: str, at: str = "") -> dict[str, Any]:
+def read_object(raw: Mapping[str, Any], name: str, at: str = "") -> dict[str, Any]:
     """The object in the field ``name`` of ``raw`` (which is at the place ``at``); {} for none. Raises
     InvalidRequest."""
     value = raw.get(name)
@@ -168,7 +168,7 @@ def object_of(raw: Mapping[str, Any], name: str, at: str = "") -> dict[str, Any]
     return value or {}
 
 
-def text_of(at: str, value: Any) -> str:
+def read_text(at: str, value: Any) -> str:
     """A text, or its parts joined. Raises InvalidRequest."""
     if isinstance(value, str):
         return value
@@ -178,43 +178,43 @@ def text_of(at: str, value: Any) -> str:
     return "\n".join(part["text"] for part in value)
 
 
-def result_of(at: str, value: Any, unseen: dict[str, bool]) -> str:
-    """A tool's result as text, as ``text_of``."""
-    return text_of(at, [told_of(at, part, unseen) for part in value] if isinstance(value, list) else value)
+def read_tool_result(at: str, value: Any, unknown: dict[str, bool]) -> str:
+    """A tool's result as text, as ``read_text``."""
+    return read_text(at, [tool_result_part(at, part, unknown) for part in value] if isinstance(value, list) else value)
 
 
-def told_of(at: str, part: Any, unseen: dict[str, bool]) -> Any:
+def tool_result_part(at: str, part: Any, unknown: dict[str, bool]) -> Any:
     """A part of a tool's result, at the place ``at``. A file in it is replaced by a note that there was one, because a
-    client cannot remove it from its conversation; ``unseen`` gets its place, reported like an unknown field."""
-    part = legible(part)
-    kind = kind_of(part)
-    if kind not in UNSEEN:
+    client cannot remove it from its conversation; ``unknown`` gets its place, reported like an unknown field."""
+    part = as_text_part(part)
+    kind = part_type(part)
+    if kind not in FILE_NOTES:
         return part
-    unseen[f"{re.sub(r'[0-9]+', '', at)}[].{kind}"] = True
-    return {"type": "text", "text": UNSEEN[kind]}
+    unknown[f"{re.sub(r'[0-9]+', '', at)}[].{kind}"] = True
+    return {"type": "text", "text": FILE_NOTES[kind]}
 
 
-def legible(part: Any) -> Any:
+def as_text_part(part: Any) -> Any:
     """A text document, its title first, a model's refusal, or a tool that a search found (all tools are offered
     anyway), as a text part; other parts unchanged."""
-    if kind_of(part) == "refusal" and "refusal" in part:
+    if part_type(part) == "refusal" and "refusal" in part:
         return {"type": "text", "text": part["refusal"]}
-    if kind_of(part) == "tool_reference" and isinstance(part.get("tool_name"), str):
+    if part_type(part) == "tool_reference" and isinstance(part.get("tool_name"), str):
         return {"type": "text", "text": f"(the tool {part['tool_name']} may be called)"}
-    source = part.get("source") if kind_of(part) == "document" else None
+    source = part.get("source") if part_type(part) == "document" else None
     if not isinstance(source, dict) or source.get("type") != "text" or not isinstance(source.get("data"), str):
         return part
     title = part.get("title")
     return {"type": "text", "text": f"{title}\n{source['data']}" if isinstance(title, str) else source["data"]}
 
 
-def kind_of(part: Any) -> str:
+def part_type(part: Any) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     return kind if isinstance(kind, str) else ""
 
 
-def _same(value: Any, nothing: Any) -> bool:
+def _equal(value: Any, neutral: Any) -> bool:
     """Numbers are equal whether they were written as 1 or 1.0, but not to true."""
-    numbers = isinstance(value, int | float) and isinstance(nothing, int | float)
-    alike = type(value) is type(nothing) or (numbers and bool not in (type(value), type(nothing)))
-    return alike and bool(value == nothing)
+    numbers = isinstance(value, int | float) and isinstance(neutral, int | float)
+    same_type = type(value) is type(neutral) or (numbers and bool not in (type(value), type(neutral)))
+    return same_type and bool(value == neutral)

@@ -4,7 +4,7 @@
 Rules:
 1. One of them at most. Null, and ``response_format`` of type text, ask for nothing.
 2. ``strict`` changes nothing: an answer always keeps to its schema.
-3. A schema that is too large is taken without what it tells readers, which may be most of it.
+3. A schema that is too large is taken without its annotations, which may be most of it.
 4. A refusal names the field as the client wrote it.
 
 It knows nothing about whether a grammar can be compiled.
@@ -23,15 +23,17 @@ from slipstream.base.errors import InvalidRequest
 from slipstream.protocol.grammar import JSON_OBJECT, MAX_SOURCE, Grammar, Kind
 
 MAX_CHOICES = 1024
-MAX_WRITTEN = 512 << 10  # bytes of a schema with what it tells readers
-NAMES = frozenset({"properties", "patternProperties", "dependentSchemas", "dependentRequired", "dependencies", "$defs",
-                   "definitions"})  # of schemas, or of what they ask for
-VALUES = frozenset({"const", "enum"})  # no schemas, whatever they look like
-# For who reads a schema: of many tools they are most of it, and a grammar has only so many bytes.
-NOTES = frozenset({"title", "description", "$comment", "default", "examples", "deprecated", "readOnly", "writeOnly"})
+MAX_SCHEMA_BYTES = 512 << 10  # with annotations
+# Their keys are names of schemas or properties.
+NAMING_KEYWORDS = frozenset({"properties", "patternProperties", "dependentSchemas", "dependentRequired", "dependencies",
+                             "$defs", "definitions"})
+CONSTANT_KEYWORDS = frozenset({"const", "enum"})  # their values are no schemas, whatever they look like
+# For readers of a schema: of many tools they are most of it, and a grammar has only so many bytes.
+ANNOTATIONS = frozenset({"title", "description", "$comment", "default", "examples", "deprecated", "readOnly",
+                         "writeOnly"})
 EBNF = re.compile(r"^[ \t]*[A-Za-z][\w-]{0,99}[ \t]*::=", re.MULTILINE | re.ASCII)  # no rule of Lark's begins so
-# vLLM's options of how to compile, with the values that ask for nothing. One way of all.
-ASKED_FOR_NOTHING: Mapping[str, tuple[Any, ...]] = MappingProxyType({
+# vLLM's options of how to compile, with the values that change nothing here.
+NEUTRAL_OPTIONS: Mapping[str, tuple[Any, ...]] = MappingProxyType({
     "disable_fallback": (False, True), "disable_any_whitespace": (False,), "disable_additional_properties": (False,),
     "json_object": (False,),
 })
@@ -41,7 +43,7 @@ def grammar_of(fields: Mapping[str, Any]) -> tuple[str, Grammar] | None:
     """The grammar that ``fields`` of a body ask for, and which one. None of them is null. Raises InvalidRequest."""
     found: tuple[str, Grammar] | None = None
     for name, value in fields.items():
-        grammar = READERS[name](name, value)
+        grammar = FIELD_READERS[name](name, value)
         if grammar is not None and found is not None:
             raise InvalidRequest(name, f"cannot stand beside {found[0]}")
         found = found if grammar is None else (name, grammar)
@@ -64,37 +66,38 @@ def _response_format(name: str, value: Any) -> Grammar | None:
 
 
 def _structured_outputs(name: str, value: Any) -> Grammar | None:
-    asked = {key: part for key, part in _object(name, value).items() if part is not None}
-    wanted = {key: part for key, part in asked.items() if part not in ASKED_FOR_NOTHING.get(key, ())}
-    if not wanted:
+    given = {key: part for key, part in _object(name, value).items() if part is not None}
+    requested = {key: part for key, part in given.items() if part not in NEUTRAL_OPTIONS.get(key, ())}
+    if not requested:
         return None
-    for key in wanted:
-        if key not in PARTS:
+    for key in requested:
+        if key not in OUTPUT_READERS:
             raise InvalidRequest(f"{name}.{key[:64]}", "is not supported by this server; leave it out",
                                  "unsupported_parameter")
-    if len(wanted) > 1:
-        raise InvalidRequest(name, f"must have one of {', '.join(PARTS)}")
-    key, part = next(iter(wanted.items()))
-    return PARTS[key](f"{name}.{key}", part)
+    if len(requested) > 1:
+        raise InvalidRequest(name, f"must have one of {', '.join(OUTPUT_READERS)}")
+    key, part = next(iter(requested.items()))
+    return OUTPUT_READERS[key](f"{name}.{key}", part)
 
 
 def _schema(name: str, value: Any) -> Grammar:
     if isinstance(value, str):
-        return made(name, "json_schema", value)
+        return make_grammar(name, "json_schema", value)
     source = orjson.dumps(_object(name, value))
-    if MAX_SOURCE < len(source) <= MAX_WRITTEN:
-        source = orjson.dumps(_binding(value))
-    return made(name, "json_schema", source.decode())
+    if MAX_SOURCE < len(source) <= MAX_SCHEMA_BYTES:
+        source = orjson.dumps(_without_annotations(value))
+    return make_grammar(name, "json_schema", source.decode())
 
 
-def _binding(part: Any, names: bool = False) -> Any:
-    """A part of a schema without ``NOTES``. names: its keys are a client's names for schemas."""
+def _without_annotations(part: Any, keys_are_names: bool = False) -> Any:
+    """A part of a schema without ``ANNOTATIONS``. ``keys_are_names``: the keys are a client's names for schemas."""
     if isinstance(part, list):
-        return [_binding(item) for item in part]
+        return [_without_annotations(item) for item in part]
     if not isinstance(part, dict):
         return part
-    return {key: value if key in VALUES and not names else _binding(value, key in NAMES and not names)
-            for key, value in part.items() if names or key not in NOTES}
+    return {key: value if key in CONSTANT_KEYWORDS and not keys_are_names
+            else _without_annotations(value, key in NAMING_KEYWORDS and not keys_are_names)
+            for key, value in part.items() if keys_are_names or key not in ANNOTATIONS}
 
 
 def _any_object(name: str, value: Any) -> Grammar:
@@ -104,7 +107,7 @@ def _any_object(name: str, value: Any) -> Grammar:
 
 
 def _regex(name: str, value: Any) -> Grammar:
-    return made(name, "regex", _text(name, value))
+    return make_grammar(name, "regex", _text(name, value))
 
 
 def _choice(name: str, value: Any) -> Grammar:
@@ -112,16 +115,16 @@ def _choice(name: str, value: Any) -> Grammar:
         raise InvalidRequest(name, f"must be a list of 1 to {MAX_CHOICES} strings")
     if not all(isinstance(text, str) and text for text in value):
         raise InvalidRequest(name, "must hold strings of at least one character")
-    return made(name, "choice", orjson.dumps(value).decode())
+    return make_grammar(name, "choice", orjson.dumps(value).decode())
 
 
 def _grammar(name: str, value: Any) -> Grammar:
     text = _text(name, value)
-    return made(name, "ebnf" if EBNF.search(text[:MAX_SOURCE]) else "lark", text)
+    return make_grammar(name, "ebnf" if EBNF.search(text[:MAX_SOURCE]) else "lark", text)
 
 
-def made(name: str, kind: Kind, source: str) -> Grammar:
-    """A Grammar, whose refusal bears the client's own ``name`` for it."""
+def make_grammar(name: str, kind: Kind, source: str) -> Grammar:
+    """A Grammar. Its refusal names the client's field ``name``."""
     try:
         return Grammar(kind, source)
     except InvalidRequest as error:
@@ -141,8 +144,8 @@ def _text(name: str, value: Any) -> str:
 
 
 Reader = Callable[[str, Any], Grammar | None]
-PARTS: Mapping[str, Reader] = MappingProxyType({
+OUTPUT_READERS: Mapping[str, Reader] = MappingProxyType({
     "json": _schema, "regex": _regex, "choice": _choice, "grammar": _grammar, "json_object": _any_object})
-READERS: Mapping[str, Reader] = MappingProxyType({
+FIELD_READERS: Mapping[str, Reader] = MappingProxyType({
     "response_format": _response_format, "structured_outputs": _structured_outputs, "guided_json": _schema,
     "guided_regex": _regex, "guided_choice": _choice, "guided_grammar": _grammar})

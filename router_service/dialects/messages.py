@@ -25,17 +25,17 @@ from typing import Any
 
 import orjson
 
-from router_service.dialects.blocks import AnswerHead, Block, Blocks, What, as_written, event_of
+from router_service.dialects.blocks import AnswerHead, Block, Blocks, What, event_of, strip_id_prefix
 from router_service.dialects.fields import (
     THINKING,
-    kind_of,
-    legible,
-    object_of,
-    others,
-    parts_left,
-    result_of,
-    text_of,
-    told_of,
+    as_text_part,
+    other_fields,
+    part_type,
+    read_object,
+    read_text,
+    read_tool_result,
+    tool_result_part,
+    unknown_parts,
 )
 from router_service.dialects.problems import Problem
 from router_service.dialects.tools import Json
@@ -45,31 +45,31 @@ from router_service.text.rewritings import merge_turns
 from slipstream.base.errors import InvalidRequest
 from slipstream.protocol.chat import MAX_ITEMS, Usage
 
-ALIKE = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream", "seed", "speculate", "min_p", "ignore_eos",
-         "min_tokens", "cache_salt")
+SAME_FIELDS = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream", "seed", "speculate", "min_p",
+               "ignore_eos", "min_tokens", "cache_salt")
 INERT = ("metadata", "service_tier", "container", "context_management")
-STOPPED = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-CALL = "toolu_"  # begins the ids of calls
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+CALL_ID_PREFIX = "toolu_"
 REMINDER = "<system-reminder>\n{}\n</system-reminder>"
-# What Claude Code begins a system's text with, for its maker. It is another with each request, and what is cached of a
-# prompt would end there.
+# Claude Code begins the system's text with this line for its maker. It changes with each request, and a cached prefix
+# would end there.
 BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
-SIGNATURE = "unsigned"  # clients give back no thought as one that bears none, or an empty one
+SIGNATURE = "unsigned"  # clients do not send back a thought whose signature is missing or empty
 DELTAS = {"reasoning": ("thinking_delta", "thinking"), "text": ("text_delta", "text"),
           "call": ("input_json_delta", "partial_json")}
-KINDS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
-         404: "not_found_error", 405: "invalid_request_error", 413: "request_too_large", 429: "rate_limit_error",
-         503: "overloaded_error", 504: "timeout_error"}
-# The chat's fields that are called otherwise here.
-NAMES = MappingProxyType({"response_format.json_schema": "output_config.format",
-                          "response_format": "output_config.format", "stop": "stop_sequences",
-                          "reasoning_effort": "output_config.effort"})
+ERROR_TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
+               404: "not_found_error", 405: "invalid_request_error", 413: "request_too_large", 429: "rate_limit_error",
+               503: "overloaded_error", 504: "timeout_error"}
+# The chat's fields with another name here.
+FIELD_NAMES = MappingProxyType({"response_format.json_schema": "output_config.format",
+                                "response_format": "output_config.format", "stop": "stop_sequences",
+                                "reasoning_effort": "output_config.effort"})
 
 
 def chat_of(raw: Json) -> Json:
     """The body of a chat that asks the same. Raises InvalidRequest."""
-    chat = {name: raw[name] for name in ALIKE if name in raw}
-    system = BILLING.sub("", text_of("system", raw.get("system") or ""))
+    chat = {name: raw[name] for name in SAME_FIELDS if name in raw}
+    system = BILLING.sub("", read_text("system", raw.get("system") or ""))
     messages: list[Json] = [{"role": "system", "content": system}] if system else []
     given = raw.get("messages")
     if not isinstance(given, list) or not given:
@@ -77,22 +77,23 @@ def chat_of(raw: Json) -> Json:
     if len(given) > MAX_ITEMS or sum(len(m["content"]) for m in given if isinstance(m, dict)
                                      and isinstance(m.get("content"), list)) > MAX_ITEMS:
         raise InvalidRequest("messages", f"must have at most {MAX_ITEMS} items, and blocks in all")
-    unseen: dict[str, bool] = {}
+    unknown: dict[str, bool] = {}
     for i, message in enumerate(given):
-        messages += _messages(f"messages[{i}]", message, i == 0, unseen)
+        messages += _chat_messages(f"messages[{i}]", message, i == 0, unknown)
     chat["messages"] = messages = merge_turns(messages)
     if raw.get("stop_sequences"):
         chat["stop"] = raw["stop_sequences"]
     if raw.get("tools") or raw.get("tool_choice"):
         chat |= _tools(raw.get("tools") or [], raw.get("tool_choice"))
-    config, thinking = object_of(raw, "output_config"), object_of(raw, "thinking")
+    config, thinking = read_object(raw, "output_config"), read_object(raw, "thinking")
     if config.get("effort") is not None:
         chat["reasoning_effort"] = config["effort"]
-    chat |= _bound(raw, config)
-    known = {*ALIKE, *INERT, "system", "messages", "stop_sequences", "tools", "tool_choice", "thinking",
+    chat |= _response_format(raw, config)
+    known = {*SAME_FIELDS, *INERT, "system", "messages", "stop_sequences", "tools", "tool_choice", "thinking",
              "output_config", "output_format"}
-    chat |= unseen | others(raw, known, chat) | parts_left("output_config", config, ("format", "effort")) | parts_left(
-        "thinking", thinking, ("type", "budget_tokens"))
+    chat |= unknown | other_fields(raw, known, chat)
+    chat |= unknown_parts("output_config", config, ("format", "effort"))
+    chat |= unknown_parts("thinking", thinking, ("type", "budget_tokens"))
     if messages and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
         chat = {"continue_final_message": True, "add_generation_prompt": False} | chat
     given = chat.get("chat_template_kwargs") or {}
@@ -101,26 +102,26 @@ def chat_of(raw: Json) -> Json:
     return chat
 
 
-def _bound(raw: Json, config: Json) -> Json:
-    """What binds an answer: of ``output_config``, or as it was called before."""
-    name, form = "output_config.format", config.get("format")
-    if form is None:
-        name, form = "output_format", raw.get("output_format")
-    if form is None:
+def _response_format(raw: Json, config: Json) -> Json:
+    """The schema in ``output_config``, or in the older ``output_format``."""
+    name, format_ = "output_config.format", config.get("format")
+    if format_ is None:
+        name, format_ = "output_format", raw.get("output_format")
+    if format_ is None:
         return {}
-    if not isinstance(form, dict) or form.get("type") != "json_schema":
+    if not isinstance(format_, dict) or format_.get("type") != "json_schema":
         raise InvalidRequest(name, 'must be as in {"type": "json_schema", "schema": {...}}')
-    return {"response_format": {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}}
+    return {"response_format": {"type": "json_schema", "json_schema": {"schema": format_.get("schema")}}}
 
 
-def _messages(at: str, message: Any, first: bool, unseen: dict[str, bool]) -> Iterator[Json]:
-    """One message of theirs is several of a chat where it brings results of tools."""
+def _chat_messages(at: str, message: Any, first: bool, unknown: dict[str, bool]) -> Iterator[Json]:
+    """The messages of a chat for one ``message``: several where it has tool results."""
     if not isinstance(message, dict) or message.get("role") not in ("user", "assistant", "system"):
         raise InvalidRequest(f"{at}.role", "must be 'user', 'assistant' or 'system'")
     content = message.get("content")
     if message["role"] == "system":
-        said = text_of(f"{at}.content", content)
-        yield {"role": "system", "content": said} if first else {"role": "user", "content": REMINDER.format(said)}
+        text = read_text(f"{at}.content", content)
+        yield {"role": "system", "content": text} if first else {"role": "user", "content": REMINDER.format(text)}
         return
     if isinstance(content, str):
         yield {"role": message["role"], "content": content}
@@ -128,20 +129,20 @@ def _messages(at: str, message: Any, first: bool, unseen: dict[str, bool]) -> It
     if not isinstance(content, list):
         raise InvalidRequest(f"{at}.content", "must be a string or a list of blocks")
     texts, calls, thoughts = [], [], []
-    gave = message["role"] == "user" and any(kind_of(block) == "tool_result" for block in content)
+    has_results = message["role"] == "user" and any(part_type(block) == "tool_result" for block in content)
     for i, block in enumerate(content):
-        block = told_of(f"{at}.content", block, unseen) if gave else legible(block)
-        kind = kind_of(block)
+        block = tool_result_part(f"{at}.content", block, unknown) if has_results else as_text_part(block)
+        kind = part_type(block)
         where = f"{at}.content[{i}]"
         if kind == "text" and isinstance(block.get("text"), str):
             texts.append(block["text"])
         elif kind == "tool_use" and message["role"] == "assistant":
-            calls.append({"id": as_written(block.get("id"), CALL), "type": "function",
+            calls.append({"id": strip_id_prefix(block.get("id"), CALL_ID_PREFIX), "type": "function",
                           "function": {"name": block.get("name"), "arguments": block.get("input")}})
         elif kind == "tool_result" and message["role"] == "user":
             given = block.get("content")
-            result = "" if given is None else result_of(f"{where}.content", given, unseen)
-            yield {"role": "tool", "tool_call_id": as_written(block.get("tool_use_id"), CALL),
+            result = "" if given is None else read_tool_result(f"{where}.content", given, unknown)
+            yield {"role": "tool", "tool_call_id": strip_id_prefix(block.get("tool_use_id"), CALL_ID_PREFIX),
                    "content": f"Error: {result}" if block.get("is_error") is True else result}
         elif kind == "thinking" and isinstance(block.get("thinking"), str):
             thoughts.append(block["thinking"])
@@ -156,23 +157,24 @@ def _messages(at: str, message: Any, first: bool, unseen: dict[str, bool]) -> It
 def _tools(tools: Any, choice: Any) -> Json:
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise InvalidRequest("tools", "must be a list of tools")
-    # Nobody here would run the others, so the model is not told of them; as fields that nobody knows they are named.
-    theirs = [tool for tool in tools if "input_schema" not in tool]
+    # Nobody here would run the others, so the model does not see them; they are named like unknown fields.
+    server_tools = [tool for tool in tools if "input_schema" not in tool]
     tools = [tool for tool in tools if "input_schema" in tool]
-    if any(tool.get("type", "custom") == "custom" for tool in theirs):
+    if any(tool.get("type", "custom") == "custom" for tool in server_tools):
         raise InvalidRequest("tools", "must have an input_schema each")
-    left_out: Json = {f"tools[].{tool['type']}": True for tool in theirs}
-    made = [{"type": "function", "function": {
+    unknown: Json = {f"tools[].{tool['type']}": True for tool in server_tools}
+    functions = [{"type": "function", "function": {
         "name": tool.get("name"), "description": tool.get("description") or "", "parameters": tool["input_schema"]}}
         for tool in tools]
     choice = {"type": "auto"} if choice is None else choice
     kind = choice.get("type") if isinstance(choice, dict) else None
-    ours: Any = {"auto": "auto", "any": "required", "none": "none"}.get(kind if isinstance(kind, str) else "")
+    chat_choice: Any = {"auto": "auto", "any": "required", "none": "none"}.get(kind if isinstance(kind, str) else "")
     if kind == "tool":
-        ours = {"type": "function", "function": {"name": choice.get("name")}}
-    if ours is None:
+        chat_choice = {"type": "function", "function": {"name": choice.get("name")}}
+    if chat_choice is None:
         raise InvalidRequest("tool_choice.type", "must be 'auto', 'any', 'tool' or 'none'")
-    return {"tools": made, **({"tool_choice": ours} if made or choice.get("type") != "auto" else {}), **left_out,
+    has_choice = functions or choice.get("type") != "auto"
+    return {"tools": functions, **({"tool_choice": chat_choice} if has_choice else {}), **unknown,
             **({"parallel_tool_calls": False} if choice.get("disable_parallel_tool_use") is True else {})}
 
 
@@ -191,13 +193,13 @@ class MessagesReply:
     def events(self, delta: TextDelta) -> bytes:
         """The events of ``delta``; b"" for none."""
         return b"".join(event_of(f"content_block_{name}", {"index": block.index, **fields})
-                        for what, block, text in self._blocks.take(delta)
-                        for name, fields in _steps(what, block, text))
+                        for what, block, text in self._blocks.push_delta(delta)
+                        for name, fields in _block_events(what, block, text))
 
     def closing(self, usage: Usage, stop: str | None) -> bytes:
         """The last events. ``stop``: the stop string that came."""
-        ended = {"delta": self._ended(stop), "usage": _usage(usage)}
-        return event_of("message_delta", ended) + event_of("message_stop", {})
+        last = {"delta": self._stop_fields(stop), "usage": _usage(usage)}
+        return event_of("message_delta", last) + event_of("message_stop", {})
 
     def error_events(self, problem: Problem) -> bytes:
         """The event of an answer that ends with an error."""
@@ -206,14 +208,14 @@ class MessagesReply:
     def whole(self, usage: Usage, stop: str | None) -> Json:
         """The whole answer as one object."""
         content = [_block(block, block.text) for block in self._blocks.all]
-        return {**self._head, "content": content, **self._ended(stop), "usage": _usage(usage)}
+        return {**self._head, "content": content, **self._stop_fields(stop), "usage": _usage(usage)}
 
-    def _ended(self, stop: str | None) -> Json:
-        reason = STOPPED[self._blocks.finish]
+    def _stop_fields(self, stop: str | None) -> Json:
+        reason = STOP_REASONS[self._blocks.finish]
         return {"stop_reason": "stop_sequence" if reason == "end_turn" and stop else reason, "stop_sequence": stop}
 
 
-def _steps(what: What, block: Block, text: str) -> Iterator[tuple[str, Json]]:
+def _block_events(what: What, block: Block, text: str) -> Iterator[tuple[str, Json]]:
     if what == "begin":
         yield "start", {"content_block": _block(block, "")}
     elif what == "add":
@@ -229,22 +231,22 @@ def _block(block: Block, text: str) -> Json:
         return {"type": "thinking", "thinking": text, "signature": SIGNATURE if text else ""}
     if block.kind == "text":
         return {"type": "text", "text": text}
-    return {"type": "tool_use", "id": CALL + block.call_id, "name": block.name, "input": _input(text)}
+    return {"type": "tool_use", "id": CALL_ID_PREFIX + block.call_id, "name": block.name, "input": _input(text)}
 
 
 def error_of(problem: Problem) -> Json:
     """An error as the API writes it."""
     param = f"{problem.param}: " if problem.param and not problem.message.startswith(problem.param) else ""
-    return {"type": "error", "error": {"type": KINDS.get(problem.status, "api_error"),
+    return {"type": "error", "error": {"type": ERROR_TYPES.get(problem.status, "api_error"),
                                        "message": param + problem.message}}
 
 
 def _usage(usage: Usage) -> Json:
-    # Theirs are counted apart: clients add up all three of the prompt, of which none may be missing then.
+    # Clients add up all three counts of the prompt, so none may be missing.
     return {"input_tokens": usage.prompt_tokens - usage.cached_tokens, "output_tokens": usage.completion_tokens,
             "cache_read_input_tokens": usage.cached_tokens, "cache_creation_input_tokens": 0}
 
 
 def _input(text: str) -> Json | orjson.Fragment:
-    """As the model wrote them, whose numbers may be longer than ours; {} for arguments that were cut."""
+    """A call's arguments as the model wrote them: its numbers may be longer than orjson's; {} for cut ones."""
     return orjson.Fragment(text) if isinstance(parse_json(text), dict) else {}

@@ -41,7 +41,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from router_service.dialects.fields import INERT, REFUSED, Refused
-from router_service.dialects.formats import READERS, grammar_of
+from router_service.dialects.formats import FIELD_READERS, grammar_of
 from router_service.dialects.problems import refusal_of
 from router_service.dialects.prompts import Prompts
 from router_service.dialects.tools import Json, ToolUse
@@ -274,7 +274,7 @@ class Generation(StrictModel):
                             logit_bias=_biases(self.logit_bias or {}),
                             stop_token_ids=tuple(dict.fromkeys(self.stop_token_ids or ())),
                             seed=secrets.randbits(64) if seed is None else seed % SEEDS)
-        binding = {name: value for name in READERS if (value := getattr(self, name)) is not None}
+        binding = {name: value for name in FIELD_READERS if (value := getattr(self, name)) is not None}
         grammar_field, grammar = (grammar_of(binding) if binding else None) or ("", None)
         return Options(
             sampling, max_tokens, seeded=seed is not None, n=self.n or 1,
@@ -360,7 +360,7 @@ def known_fields(raw: Mapping[str, Any], honoured: Collection[str], refused: Map
         if name in honoured:
             kept[name] = value
         elif name in refused:
-            if refused[name].asks(value):
+            if refused[name].refuses(value):
                 raise InvalidRequest(at + name, f"is not served here; {refused[name].advice}", "unsupported_parameter")
         elif at or name not in INERT:
             unknown.add(name, at, honoured)

@@ -30,11 +30,13 @@ from slipstream.base.errors import (
     status_of,
 )
 
-OTHERS = MappingProxyType({"messages": ("prompt", "/v1/completions"), "prompt": ("messages", "/v1/chat/completions")})
+# A required field -> the field that was sent in its place, and the endpoint that takes that.
+OTHER_ENDPOINTS = MappingProxyType({"messages": ("prompt", "/v1/completions"),
+                                    "prompt": ("messages", "/v1/chat/completions")})
 CODES = {401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed"}
 
-# The names that pydantic gives to mistakes -> our words, with its context filled in. None shows what was sent.
-TOLD: Mapping[str, str] = MappingProxyType({
+# pydantic's types of errors -> our messages, with its context filled in. None shows what was sent.
+PYDANTIC_MESSAGES: Mapping[str, str] = MappingProxyType({
     "string_type": "must be a string", "list_type": "must be a list", "dict_type": "must be an object",
     "model_type": "must be an object",
     "int_type": "must be a whole number", "float_type": "must be a number", "bool_type": "must be true or false",
@@ -88,9 +90,9 @@ def http_problem(status: int, message: str) -> Problem:
 
 
 @contextmanager
-def written_as(names: Mapping[str, str]) -> Iterator[None]:
-    """Refusals of what is done within name fields as their dialect does. ``names``: ours and theirs, the first that
-    fits counts."""
+def with_field_names(names: Mapping[str, str]) -> Iterator[None]:
+    """Refusals raised within name the dialect's fields. ``names``: our fields -> the dialect's; the first that fits
+    counts."""
     try:
         yield
     except InvalidRequest as error:
@@ -101,14 +103,15 @@ def written_as(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def refusal_of(error: ValidationError, raw: Mapping[str, Any]) -> InvalidRequest:
-    """Of the first field of ``raw``, a body, that is wrong."""
+    """The refusal of the first wrong field of ``raw``, a body."""
     problem = error.errors(include_url=False, include_input=False)[0]
     where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"]).lstrip(".")
     where = where[:200] or "body"
     if problem["type"] == "missing":
-        other = OTHERS.get(where, ("", ""))
+        other = OTHER_ENDPOINTS.get(where, ("", ""))
         hint = f"; {other[0]} is for {other[1]}" if other[0] in raw else ""
         return InvalidRequest(where, f"is required{hint}", "missing_required_parameter")
-    words = TOLD.get(problem["type"])
-    told = problem["msg"][:1].lower() + problem["msg"][1:] if words is None else words.format(**problem.get("ctx", {}))
-    return InvalidRequest(where, told)
+    template = PYDANTIC_MESSAGES.get(problem["type"])
+    if template is None:
+        return InvalidRequest(where, problem["msg"][:1].lower() + problem["msg"][1:])
+    return InvalidRequest(where, template.format(**problem.get("ctx", {})))

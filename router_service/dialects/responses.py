@@ -19,8 +19,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from router_service.dialects.blocks import AnswerHead, Block, Blocks, What, as_written, event_of
-from router_service.dialects.fields import Refused, legible, object_of, others, parts_left, result_of, text_of
+from router_service.dialects.blocks import AnswerHead, Block, Blocks, What, event_of, strip_id_prefix
+from router_service.dialects.fields import (
+    Refused,
+    as_text_part,
+    other_fields,
+    read_object,
+    read_text,
+    read_tool_result,
+    unknown_parts,
+)
 from router_service.dialects.problems import Problem
 from router_service.dialects.tools import Json
 from router_service.text.deltas import TextDelta
@@ -28,12 +36,12 @@ from router_service.text.rewritings import merge_turns
 from slipstream.base.errors import InvalidRequest
 from slipstream.protocol.chat import MAX_ITEMS, Usage
 
-ALIKE = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "seed", "speculate", "top_k", "min_p",
-         "cache_salt", "ignore_eos", "min_tokens", "stop", "chat_template_kwargs")
-_KEPT = "nothing is kept: send the whole conversation as input"
+SAME_FIELDS = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "seed", "speculate", "top_k", "min_p",
+               "cache_salt", "ignore_eos", "min_tokens", "stop", "chat_template_kwargs")
+_STATELESS = "nothing is kept: send the whole conversation as input"
 _LOGPROBS = "chat completions and completions tell log probabilities"
 REFUSED: Mapping[str, Refused] = MappingProxyType({
-    **dict.fromkeys(("previous_response_id", "conversation", "prompt"), Refused((), _KEPT)),
+    **dict.fromkeys(("previous_response_id", "conversation", "prompt"), Refused((), _STATELESS)),
     "messages": Refused((), "send them as input"),
     "background": Refused((False,), "leave it out and stream the answer"), "top_logprobs": Refused((0,), _LOGPROBS),
     "truncation": Refused(("disabled", "auto"), "shorten the input"),  # one that fits needs none
@@ -41,26 +49,26 @@ REFUSED: Mapping[str, Refused] = MappingProxyType({
     "context_management": Refused((), "shorten the input")})
 INERT = ("store", "include", "user", "service_tier", "prompt_cache_key", "prompt_cache_retention",
          "safety_identifier", "stream_options", "client_metadata")
-UNSEALED = "unsealed:"  # begins a thought's encrypted content: that of others tells nothing here
-CALL = "call_"  # begins the ids of calls
-TOOL = ("type", "name", "description", "parameters", "strict")  # what is told again of one
-KNOWN = ("function", "namespace")  # types of tools
-MAX_METADATA, MAX_METADATUM = 16, 576  # entries, and characters of each
-# The chat's fields that are called otherwise here.
-NAMES = MappingProxyType({"tool_choice.allowed_tools": "tool_choice",
-                          "response_format.json_schema": "text.format", "response_format": "text.format",
-                          "max_completion_tokens": "max_output_tokens", "reasoning_effort": "reasoning.effort"})
+UNSEALED = "unsealed:"  # begins our "encrypted" content of reasoning; other servers' cannot be read here
+CALL_ID_PREFIX = "call_"
+TOOL_FIELDS = ("type", "name", "description", "parameters", "strict")  # that a response repeats
+TOOL_TYPES = ("function", "namespace")
+MAX_METADATA, MAX_METADATA_CHARS = 16, 576  # entries, and characters of each
+# The chat's fields with another name here.
+FIELD_NAMES = MappingProxyType({"tool_choice.allowed_tools": "tool_choice",
+                                "response_format.json_schema": "text.format", "response_format": "text.format",
+                                "max_completion_tokens": "max_output_tokens", "reasoning_effort": "reasoning.effort"})
 
 
 def chat_of(raw: Json) -> Json:
     """The body of a chat that asks the same. Raises InvalidRequest."""
     for name, refused in REFUSED.items():
-        if refused.asks(raw.get(name)):
+        if refused.refuses(raw.get(name)):
             raise InvalidRequest(name, f"is not served here; {refused.advice}", "unsupported_parameter")
     if isinstance(raw.get("include"), list) and "message.output_text.logprobs" in raw["include"]:
         raise InvalidRequest("include", f"message.output_text.logprobs is not served here; {_LOGPROBS}",
                              "unsupported_parameter")
-    chat = {name: raw[name] for name in ALIKE if raw.get(name) is not None}
+    chat = {name: raw[name] for name in SAME_FIELDS if raw.get(name) is not None}
     if raw.get("max_output_tokens") is not None:
         chat["max_completion_tokens"] = raw["max_output_tokens"]
     if not isinstance(instructions := raw.get("instructions"), str | None):
@@ -70,50 +78,52 @@ def chat_of(raw: Json) -> Json:
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list) or not items or len(items) > MAX_ITEMS:
         raise InvalidRequest("input", f"must be a string, or a list of 1 to {MAX_ITEMS} items")
-    unseen: dict[str, bool] = {}
+    unknown: dict[str, bool] = {}
     for i, item in enumerate(items):
-        messages += _messages(f"input[{i}]", item, unseen)
+        messages += _chat_messages(f"input[{i}]", item, unknown)
     chat["messages"] = merge_turns(messages)
     chat |= _tools(raw.get("tools"), raw.get("tool_choice"))
-    text, reasoning = object_of(raw, "text"), object_of(raw, "reasoning")
+    text, reasoning = read_object(raw, "text"), read_object(raw, "reasoning")
     if text.get("format") is not None:
-        form = object_of(text, "format", "text.")
-        chat["response_format"] = form if form.get("type") != "json_schema" else {
-            "type": "json_schema", "json_schema": {"name": form.get("name"), "schema": form.get("schema")}}
+        format_ = read_object(text, "format", "text.")
+        chat["response_format"] = format_ if format_.get("type") != "json_schema" else {
+            "type": "json_schema", "json_schema": {"name": format_.get("name"), "schema": format_.get("schema")}}
     if reasoning.get("effort") is not None:
         chat["reasoning_effort"] = reasoning["effort"]
-    metadata = object_of(raw, "metadata")
-    if len(metadata) > MAX_METADATA or not all(isinstance(value, str) and len(name) + len(value) <= MAX_METADATUM
+    metadata = read_object(raw, "metadata")
+    if len(metadata) > MAX_METADATA or not all(isinstance(value, str) and len(name) + len(value) <= MAX_METADATA_CHARS
                                                for name, value in metadata.items()):
-        raise InvalidRequest("metadata", f"must be at most {MAX_METADATA} texts, of {MAX_METADATUM} characters with "
-                             "their names")
-    known = {*ALIKE, *REFUSED, *INERT, "max_output_tokens", "instructions", "input", "tools", "tool_choice", "text",
-             "reasoning", "metadata"}
-    return chat | unseen | others(raw, known, chat) | parts_left("text", text, ("format",)) | parts_left(
+        raise InvalidRequest("metadata", f"must be at most {MAX_METADATA} texts, of {MAX_METADATA_CHARS} characters "
+                             "with their names")
+    known = {*SAME_FIELDS, *REFUSED, *INERT, "max_output_tokens", "instructions", "input", "tools", "tool_choice",
+             "text", "reasoning", "metadata"}
+    chat |= unknown | other_fields(raw, known, chat)
+    return chat | unknown_parts("text", text, ("format",)) | unknown_parts(
         "reasoning", reasoning, ("effort", "summary", "generate_summary"))
 
 
-def _messages(at: str, item: Any, unseen: dict[str, bool]) -> Iterator[Json]:
+def _chat_messages(at: str, item: Any, unknown: dict[str, bool]) -> Iterator[Json]:
     kind = item.get("type", "message") if isinstance(item, dict) else None
     if kind == "message":
         role = "system" if item.get("role") == "developer" else item.get("role")
-        said = item.get("content")
-        yield {"role": role, "content": text_of(
-            f"{at}.content", list(map(legible, said)) if isinstance(said, list) else said)}
+        content = item.get("content")
+        yield {"role": role, "content": read_text(
+            f"{at}.content", list(map(as_text_part, content)) if isinstance(content, list) else content)}
     elif kind == "function_call":
-        call = {"id": as_written(item.get("call_id"), CALL), "type": "function",
-                "function": {"name": _whole_name(item.get("namespace"), item), "arguments": item.get("arguments")}}
+        call = {"id": strip_id_prefix(item.get("call_id"), CALL_ID_PREFIX), "type": "function",
+                "function": {"name": _qualified_name(item.get("namespace"), item), "arguments": item.get("arguments")}}
         yield {"role": "assistant", "content": "", "tool_calls": [call]}
     elif kind == "function_call_output":
-        yield {"role": "tool", "tool_call_id": as_written(item.get("call_id"), CALL),
-               "content": result_of(f"{at}.output", item.get("output"), unseen)}
+        yield {"role": "tool", "tool_call_id": strip_id_prefix(item.get("call_id"), CALL_ID_PREFIX),
+               "content": read_tool_result(f"{at}.output", item.get("output"), unknown)}
     elif kind == "reasoning":
-        sealed = item.get("encrypted_content")
-        ours = sealed.removeprefix(UNSEALED) if isinstance(sealed, str) and sealed.startswith(UNSEALED) else ""
-        if thought := text_of(f"{at}.content", item.get("content") or ours):
+        encrypted = item.get("encrypted_content")
+        is_ours = isinstance(encrypted, str) and encrypted.startswith(UNSEALED)
+        ours = encrypted.removeprefix(UNSEALED) if is_ours else ""
+        if thought := read_text(f"{at}.content", item.get("content") or ours):
             yield {"role": "assistant", "content": "", "reasoning_content": thought}
     elif kind == "item_reference":
-        raise InvalidRequest(f"{at}.type", f"is not served here; {_KEPT}, as clients do with store: false")
+        raise InvalidRequest(f"{at}.type", f"is not served here; {_STATELESS}, as clients do with store: false")
     else:
         raise InvalidRequest(f"{at}.type", "must be 'message', 'function_call', 'function_call_output' or 'reasoning'")
 
@@ -123,56 +133,56 @@ def _tools(tools: Any, choice: Any) -> Json:
         return {"tool_choice": choice} if choice is not None else {}
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise InvalidRequest("tools", "must be a list of functions")
-    made = [{"type": "function", "function": {
-        "name": _whole_name(space, tool), "description": tool.get("description") or "",
-        "parameters": tool.get("parameters") or {}}} for space, tool in _functions(tools)]
-    # Nobody here would run the others, so the model is not told of them; as fields that nobody knows they are named.
-    theirs: Json = {f"tools[].{tool.get('type')}": True for tool in tools if tool.get("type") not in KNOWN}
-    theirs |= {f"tools[].tools[].{tool.get('type')}": True for group in tools for tool in _within(group)
+    functions = [{"type": "function", "function": {
+        "name": _qualified_name(namespace, tool), "description": tool.get("description") or "",
+        "parameters": tool.get("parameters") or {}}} for namespace, tool in _functions(tools)]
+    # Nobody here would run the others, so the model does not see them; they are named like unknown fields.
+    unknown: Json = {f"tools[].{tool.get('type')}": True for tool in tools if tool.get("type") not in TOOL_TYPES}
+    unknown |= {f"tools[].tools[].{tool.get('type')}": True for group in tools for tool in _namespace_tools(group)
                if tool.get("type") != "function"}
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         allowed = choice["tools"] if isinstance(choice.get("tools"), list) else []
         choice = {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": [
-            {"type": "function", "function": {"name": _whole_name(tool.get("namespace"), tool)}} for tool in allowed
+            {"type": "function", "function": {"name": _qualified_name(tool.get("namespace"), tool)}} for tool in allowed
             if isinstance(tool, dict) and tool.get("type") == "function"]}}
     elif isinstance(choice, dict):
         if not isinstance(choice.get("name"), str):
             raise InvalidRequest("tool_choice", 'must name a function, as in {"type": "function", "name": "..."}')
-        choice = {"type": choice.get("type"), "function": {"name": _whole_name(choice.get("namespace"), choice)}}
-    return {"tools": made, **({"tool_choice": choice} if choice is not None else {}), **theirs}
+        choice = {"type": choice.get("type"), "function": {"name": _qualified_name(choice.get("namespace"), choice)}}
+    return {"tools": functions, **({"tool_choice": choice} if choice is not None else {}), **unknown}
 
 
 def _functions(tools: Iterable[Json]) -> Iterator[tuple[Any, Json]]:
-    """Those that a model is told of, and the namespace of each; None: none."""
+    """The functions that the model sees, and the namespace of each; None: none."""
     for tool in tools:
         if tool.get("type") == "function":
             yield None, tool
-        yield from ((tool.get("name"), one) for one in _within(tool) if one.get("type") == "function")
+        yield from ((tool.get("name"), inner) for inner in _namespace_tools(tool) if inner.get("type") == "function")
 
 
-def _within(tool: Json) -> list[Json]:
+def _namespace_tools(tool: Json) -> list[Json]:
     """The tools of a namespace."""
     tools = tool.get("tools") if tool.get("type") == "namespace" else None
-    return [one for one in tools if isinstance(one, dict)] if isinstance(tools, list) else []
+    return [inner for inner in tools if isinstance(inner, dict)] if isinstance(tools, list) else []
 
 
-def _whole_name(space: Any, tool: Json) -> Any:
-    """What a model calls a function, as vLLM has it."""
+def _qualified_name(namespace: Any, tool: Json) -> Any:
+    """The model's name of a function, as in vLLM."""
     name = tool.get("name")
-    if space is None:
+    if namespace is None:
         return name
-    return f"{space}__{name}" if isinstance(space, str) and isinstance(name, str) else None
+    return f"{namespace}__{name}" if isinstance(namespace, str) and isinstance(name, str) else None
 
 
-def _told(tool: Json) -> Json:
-    within = [_told(one) for one in _within(tool) if one.get("type") == "function"]
-    return {name: tool[name] for name in TOOL if name in tool} | ({"tools": within} if within else {})
+def _repeated_tool(tool: Json) -> Json:
+    inner_tools = [_repeated_tool(inner) for inner in _namespace_tools(tool) if inner.get("type") == "function"]
+    return {name: tool[name] for name in TOOL_FIELDS if name in tool} | ({"tools": inner_tools} if inner_tools else {})
 
 
-def repeated_fields(asked: Mapping[str, Any]) -> Json:
+def repeated_fields(fields: Mapping[str, Any]) -> Json:
     """The fields of a request that its response repeats, and nothing else, because a whole body takes much memory while
     it waits. Applied to its own result it changes nothing."""
-    choice, tools = asked.get("tool_choice") or "auto", asked.get("tools") or []
+    choice, tools = fields.get("tool_choice") or "auto", fields.get("tools") or []
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         allowed = choice["tools"] if isinstance(choice.get("tools"), list) else []
         choice = {"type": "allowed_tools", "mode": choice.get("mode"), "tools": [
@@ -180,12 +190,12 @@ def repeated_fields(asked: Mapping[str, Any]) -> Json:
             for tool in allowed if isinstance(tool, dict)]}
     elif isinstance(choice, dict):
         choice = {"type": "function", "name": choice.get("name")}
-    return {"instructions": asked.get("instructions"),
-            "tools": [_told(tool) for tool in tools if tool.get("type") in KNOWN],
-            "metadata": asked.get("metadata") or {},
-            "parallel_tool_calls": asked.get("parallel_tool_calls") is not False,
+    return {"instructions": fields.get("instructions"),
+            "tools": [_repeated_tool(tool) for tool in tools if tool.get("type") in TOOL_TYPES],
+            "metadata": fields.get("metadata") or {},
+            "parallel_tool_calls": fields.get("parallel_tool_calls") is not False,
             "tool_choice": choice,
-            **{name: asked.get(name) for name in ("temperature", "top_p", "max_output_tokens")}}
+            **{name: fields.get(name) for name in ("temperature", "top_p", "max_output_tokens")}}
 
 
 class ResponsesReply:
@@ -198,32 +208,32 @@ class ResponsesReply:
             **repeated_fields(head.request_fields)}
         self._blocks = Blocks(head.answer_id, head.markup, head.return_reasoning)
         self._sent = 0
-        self._spaces = {_whole_name(space, tool): (space, tool["name"])
-                        for space, tool in _functions(self._head["tools"]) if space is not None}
+        self._namespaces = {_qualified_name(namespace, tool): (namespace, tool["name"])
+                            for namespace, tool in _functions(self._head["tools"]) if namespace is not None}
 
     def opening(self, usage: Usage) -> bytes:
         """The events before any token."""
-        begun = {**self._head, "status": "in_progress", "output": [], "usage": None}
-        return self._event("response.created", {"response": begun}) + self._event(
-            "response.in_progress", {"response": begun})
+        response = {**self._head, "status": "in_progress", "output": [], "usage": None}
+        return self._event("response.created", {"response": response}) + self._event(
+            "response.in_progress", {"response": response})
 
     def events(self, delta: TextDelta) -> bytes:
         """The events of ``delta``; b"" for none."""
         return b"".join(self._event(f"response.{name}", {"output_index": block.index, **fields})
                         for what, block, text in self._with_client_names(delta)
-                        for name, fields in _steps(what, block, text))
+                        for name, fields in _block_events(what, block, text))
 
     def _with_client_names(self, delta: TextDelta) -> Iterator[tuple[What, Block, str]]:
         """With calls as clients name them."""
-        for what, block, text in self._blocks.take(delta):
+        for what, block, text in self._blocks.push_delta(delta):
             if what == "begin":
-                block.namespace, block.name = self._spaces.get(block.name, ("", block.name))
+                block.namespace, block.name = self._namespaces.get(block.name, ("", block.name))
             yield what, block, text
 
     def closing(self, usage: Usage, stop: str | None) -> bytes:
         """The last events."""
-        whole = self.whole(usage, stop)
-        return self._event(f"response.{whole['status']}", {"response": whole})
+        response = self.whole(usage, stop)
+        return self._event(f"response.{response['status']}", {"response": response})
 
     def error_events(self, problem: Problem) -> bytes:
         """The events of an answer that ends with an error: clients wait for one that says how the response ended."""
@@ -247,28 +257,28 @@ class ResponsesReply:
         return event_of(name, {"sequence_number": number, **fields})
 
 
-def _steps(what: What, block: Block, text: str) -> Iterator[tuple[str, Json]]:
-    own = {"item_id": _id(block)}
+def _block_events(what: What, block: Block, text: str) -> Iterator[tuple[str, Json]]:
+    item_id = {"item_id": _id(block)}
     if what == "begin":
         yield "output_item.added", {"item": _item(block, open_=True)}
         if block.kind == "text":
-            yield "content_part.added", {**own, "content_index": 0, "part": _part("")}
+            yield "content_part.added", {**item_id, "content_index": 0, "part": _part("")}
     elif what == "add":
         if block.kind == "call":
-            yield "function_call_arguments.delta", {**own, "delta": text}
+            yield "function_call_arguments.delta", {**item_id, "delta": text}
         else:
             name = "output_text" if block.kind == "text" else "reasoning_text"
-            yield f"{name}.delta", {**own, "content_index": 0, "delta": text} | (
+            yield f"{name}.delta", {**item_id, "content_index": 0, "delta": text} | (
                 {"logprobs": []} if block.kind == "text" else {})
     else:
-        whole = block.text
+        text = block.text
         if block.kind == "call":
-            yield "function_call_arguments.done", {**own, "name": block.name, "arguments": whole}
+            yield "function_call_arguments.done", {**item_id, "name": block.name, "arguments": text}
         elif block.kind == "text":
-            yield "output_text.done", {**own, "content_index": 0, "text": whole, "logprobs": []}
-            yield "content_part.done", {**own, "content_index": 0, "part": _part(whole)}
+            yield "output_text.done", {**item_id, "content_index": 0, "text": text, "logprobs": []}
+            yield "content_part.done", {**item_id, "content_index": 0, "part": _part(text)}
         else:
-            yield "reasoning_text.done", {**own, "content_index": 0, "text": whole}
+            yield "reasoning_text.done", {**item_id, "content_index": 0, "text": text}
         yield "output_item.done", {"item": _item(block)}
 
 
@@ -276,8 +286,9 @@ def _item(block: Block, open_: bool = False) -> Json:
     text = block.text
     status = "in_progress" if open_ else "incomplete" if block.cut else "completed"
     if block.kind == "call":
-        return {"type": "function_call", "id": _id(block), "call_id": CALL + block.call_id, "name": block.name,
-                "arguments": text, "status": status, **({"namespace": block.namespace} if block.namespace else {})}
+        return {"type": "function_call", "id": _id(block), "call_id": CALL_ID_PREFIX + block.call_id,
+                "name": block.name, "arguments": text, "status": status,
+                **({"namespace": block.namespace} if block.namespace else {})}
     if block.kind == "text":
         content = [] if open_ else [_part(text)]
         return {"type": "message", "id": _id(block), "role": "assistant", "status": status, "content": content}

@@ -22,17 +22,17 @@ from typing import Any
 
 import orjson
 
-from router_service.dialects.formats import NAMES, NOTES, VALUES, made
+from router_service.dialects.formats import ANNOTATIONS, CONSTANT_KEYWORDS, NAMING_KEYWORDS, make_grammar
 from router_service.text.rewritings import merge_turns
 from slipstream.base.errors import InvalidRequest
 from slipstream.protocol.chat import MAX_TOOLS
 from slipstream.protocol.grammar import Grammar
 
-MAX_WRITTEN = 512 << 10  # bytes of JSON of all tools: the template's process reads them
+MAX_TOOLS_BYTES = 512 << 10  # bytes of JSON of all tools: the template's process reads them
 # The other keywords by which a schema gets properties.
 OTHER_KEYWORDS = frozenset({"$ref", "allOf", "anyOf", "oneOf", "if", "then", "else", "dependentSchemas",
                             "dependencies"})
-NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 Json = dict[str, Any]
 FUNCTION_DEFAULTS: Json = {"description": "", "parameters": {"type": "object", "properties": {}}}
 INSTRUCTIONS = """You may call functions to help with the user's request. They are, in JSON:
@@ -47,7 +47,7 @@ To call one, answer with its name and arguments in this form and nothing else:
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The functions that may be called. ``choice``: "auto", "required", or one of the names (``named``)."""
+    """The functions that may be called. ``choice``: "auto", "required", or the name of one (``named``)."""
 
     tools: tuple[Json, ...] = field(default=(), repr=False)  # as the client wrote them
     choice: str = "auto"
@@ -63,7 +63,7 @@ class ToolUse:
     def for_template(self) -> list[Json]:
         """``tools`` with defaults for optional fields, because some templates read them."""
         return [{**tool, "function": {**tool["function"], **{
-            name: nothing for name, nothing in FUNCTION_DEFAULTS.items() if tool["function"].get(name) is None}}}
+            name: default for name, default in FUNCTION_DEFAULTS.items() if tool["function"].get(name) is None}}}
                 for tool in self.tools]
 
     @property
@@ -71,12 +71,12 @@ class ToolUse:
         return self.named or self.choice == "required"
 
     def grammar(self) -> Grammar:
-        """What a forced call binds the answer to. Raises InvalidRequest."""
+        """The grammar of a forced call. Raises InvalidRequest."""
         if self.named:
             return _forced_grammar(_closed_schema(self.schemas[self.choice]))
         calls, defs = self._call_schemas()
-        most = {} if self.parallel else {"maxItems": 1}
-        return _forced_grammar({"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}, "$defs": defs})
+        limit = {} if self.parallel else {"maxItems": 1}
+        return _forced_grammar({"type": "array", "minItems": 1, **limit, "items": {"anyOf": calls}, "$defs": defs})
 
     def beside_schema(self, field: str, schema: Any) -> tuple[Grammar, Grammar]:
         """A grammar for JSON of ``schema`` (of ``field``) or one call of a tool; and the same with any arguments, for
@@ -93,7 +93,7 @@ class ToolUse:
     def _call_or_schema(self, field: str, schema: Any) -> Grammar:
         calls, defs = self._call_schemas()
         defs["answer"] = _moved(schema, "#/$defs/answer")
-        return made(field, "json_schema", _written({"anyOf": [{"$ref": "#/$defs/answer"}, *calls], "$defs": defs}))
+        return make_grammar(field, "json_schema", _json({"anyOf": [{"$ref": "#/$defs/answer"}, *calls], "$defs": defs}))
 
     def _call_schemas(self) -> tuple[list[Json], Json]:
         """Schemas of one call of each function, and of what they refer to."""
@@ -105,34 +105,34 @@ class ToolUse:
 
 
 def _forced_grammar(schema: Json) -> Grammar:
-    """Raises InvalidRequest, which speaks of the tools: a ``tool_choice`` of one word is not too large itself."""
+    """Raises InvalidRequest that blames the tools: a ``tool_choice`` of one word is not too large itself."""
     try:
-        return Grammar("json_schema", _written(schema))
+        return Grammar("json_schema", _json(schema))
     except InvalidRequest as error:
         raise InvalidRequest("tool_choice", "forces a call of tools whose schemas together make a grammar that "
                              f"{error.message}; send fewer, or let the model choose") from None
 
 
 def _moved(schema: Any, to: str) -> Any:
-    """A schema that stands at ``to`` in another one: what refers to itself goes on to do so, by its ``$id`` too, which
-    it loses: two may bear the same."""
+    """A schema moved to ``to`` in another one. Its references to itself are kept, also those by its ``$id``, which is
+    left out, because two schemas may have the same."""
     own = schema.get("$id") if isinstance(schema, dict) else None
     if not isinstance(own, str):
         return _with_moved_refs(schema, "", to)
     return _with_moved_refs({key: value for key, value in schema.items() if key != "$id"}, own, to)
 
 
-def _with_moved_refs(part: Any, own: str, to: str, names: bool = False) -> Any:
-    """A part of the schema ``own``, whose paths begin at ``to``. One with an ``$id`` is a document of its own wherever
-    it stands; and another schema may have the same name for a part, so each name ends by where it stands. ``NOTES`` are
-    left out. ``names``: its keys are a client's names for schemas."""
+def _with_moved_refs(part: Any, own: str, to: str, keys_are_names: bool = False) -> Any:
+    """A part of the schema ``own``, with its references moved to ``to``. A part with an ``$id`` is a document of its
+    own wherever it stands; other schemas may use the same names for parts, so each name gets a suffix of its place.
+    ``ANNOTATIONS`` are left out. ``keys_are_names``: the keys are a client's names for schemas."""
     if isinstance(part, list):
         return [_with_moved_refs(item, own, to) for item in part]
     if not isinstance(part, dict) or isinstance(part.get("$id"), str):
         return part
-    referring = {key: value if key in VALUES and not names
-                 else _with_moved_refs(value, own, to, key in NAMES and not names)
-                 for key, value in part.items() if names or key not in NOTES}
+    referring = {key: value if key in CONSTANT_KEYWORDS and not keys_are_names
+                 else _with_moved_refs(value, own, to, key in NAMING_KEYWORDS and not keys_are_names)
+                 for key, value in part.items() if keys_are_names or key not in ANNOTATIONS}
     end = "." + to.rpartition("/")[2]
     if isinstance(name := part.get("$anchor"), str):
         referring["$anchor"] = name + end
@@ -144,16 +144,17 @@ def _with_moved_refs(part: Any, own: str, to: str, names: bool = False) -> Any:
 
 
 def _closed_schema(schema: Mapping[str, Any]) -> Json:
-    """A schema of arguments, of no others than it names unless it says so: else a small model never ends them. One that
-    names them elsewhere, or requires others, stays open: what closes it sees only the names beside it. Arguments are an
-    object, whatever else it lets through. Raises InvalidRequest where it lets none through."""
+    """A schema of arguments, closed to others than it names unless it says so: else a small model never ends them. One
+    that names them elsewhere, or requires others, stays open: ``additionalProperties`` knows only the names beside it.
+    Arguments are an object, whatever else the schema allows. Raises InvalidRequest where it allows none."""
     kind = schema.get("type", "object")
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
         raise InvalidRequest("tool_choice", "forces a call whose parameters are of another type than object")
-    required, names = schema.get("required"), schema.get("properties")
-    known = names if isinstance(names, dict) else {}
-    others = isinstance(required, list) and any(isinstance(name, str) and name not in known for name in required)
-    closed = {} if others or OTHER_KEYWORDS & schema.keys() else {"additionalProperties": False}
+    required, properties = schema.get("required"), schema.get("properties")
+    known = properties if isinstance(properties, dict) else {}
+    requires_unknown = isinstance(required, list) and any(
+        isinstance(name, str) and name not in known for name in required)
+    closed = {} if requires_unknown or OTHER_KEYWORDS & schema.keys() else {"additionalProperties": False}
     return {**closed, **{key: value for key, value in schema.items() if key != "nullable"}, "type": "object"}
 
 
@@ -165,8 +166,8 @@ def use_of(tools: Any, choice: Any, parallel: bool | None) -> ToolUse | None:
         return None
     if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
         raise InvalidRequest("tools", f"must be a list of at most {MAX_TOOLS} functions")
-    if len(orjson.dumps(tools)) > MAX_WRITTEN:
-        raise InvalidRequest("tools", f"are larger than {MAX_WRITTEN} bytes together")
+    if len(orjson.dumps(tools)) > MAX_TOOLS_BYTES:
+        raise InvalidRequest("tools", f"are larger than {MAX_TOOLS_BYTES} bytes together")
     for i, tool in enumerate(tools):
         _check_tool(f"tools[{i}]", tool)
     use = ToolUse(tuple(tools), parallel=parallel is not False)
@@ -194,7 +195,7 @@ def _named_function(use: ToolUse, choice: Any) -> str:
 
 
 def _allowed_tools(use: ToolUse, allowed: Any) -> ToolUse:
-    """Of the ``allowed`` tools, as the model is told of no others. Raises InvalidRequest."""
+    """``use`` with the ``allowed`` tools alone; the model does not see the others. Raises InvalidRequest."""
     mode, named = (allowed.get("mode"), allowed.get("tools")) if isinstance(allowed, dict) else (None, None)
     if mode not in ("auto", "required") or not isinstance(named, list) or not named:
         raise InvalidRequest("tool_choice.allowed_tools", "must have a mode, 'auto' or 'required', and functions among "
@@ -210,7 +211,7 @@ def _check_tool(at: str, tool: Any) -> None:
     if not isinstance(function, dict):
         raise InvalidRequest(f"{at}.function", 'must be an object, as in {"type": "function", "function": {"name": '
                              '"...", "parameters": {...}}}')
-    if not isinstance(function.get("name"), str) or not NAME.fullmatch(function["name"]):
+    if not isinstance(function.get("name"), str) or not FUNCTION_NAME.fullmatch(function["name"]):
         raise InvalidRequest(f"{at}.function.name", "must be 1 to 128 letters, digits, '_', '.', ':' or '-'")
     if not isinstance(function.get("parameters") or {}, dict):
         raise InvalidRequest(f"{at}.function.parameters", "must be a JSON schema")
@@ -222,7 +223,7 @@ def without_tool_roles(messages: Sequence[Mapping[str, Any]], use: ToolUse | Non
     """``messages`` for a template that knows neither tools nor calls."""
     plain = merge_turns(map(_without_tools, messages))
     if use is not None:
-        words = INSTRUCTIONS.format(tools="\n".join(_written(tool) for tool in use.tools))
+        words = INSTRUCTIONS.format(tools="\n".join(_json(tool) for tool in use.tools))
         if plain and plain[0]["role"] == "system":
             plain[0] = {**plain[0], "content": f"{plain[0]['content']}\n\n{words}"}
         else:
@@ -252,9 +253,9 @@ def _without_tools(message: Mapping[str, Any]) -> Json:
         return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
     if not message.get("tool_calls"):
         return dict(message)
-    calls = [f"<tool_call>\n{_written(call['function'])}\n</tool_call>" for call in message["tool_calls"]]
+    calls = [f"<tool_call>\n{_json(call['function'])}\n</tool_call>" for call in message["tool_calls"]]
     return {"role": message["role"], "content": "\n".join([*([content] if content else []), *calls])}
 
 
-def _written(value: Any) -> str:
+def _json(value: Any) -> str:
     return orjson.dumps(value).decode()
