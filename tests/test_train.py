@@ -45,9 +45,9 @@ from slipstream.protocol.messages import Features
 from slipstream.train.anchors import block_loss, blocks_of
 from slipstream.train.anchors import states_of as block_states
 from slipstream.train.block_head import warm_block_head
-from slipstream.train.checkpoint import Checkpoint, newest, save
+from slipstream.train.checkpoint import Checkpoint, load_newest, save
 from slipstream.train.collect import ENDS, collect, identity_of
-from slipstream.train.dialogue import numbered, plan_of, read_prompts, read_turns
+from slipstream.train.dialogue import make_plan, number_prompts, read_prompts, read_turn_template
 from slipstream.train.distil import CE_DECAY, DistillationLoss, LossInputs, SampledTokens
 from slipstream.train.evaluate import evaluate, prompts_of
 from slipstream.train.export import export
@@ -365,7 +365,7 @@ class Silent:
     def training(self, progress: Progress, share: float) -> None:
         self.losses.append(progress.loss)
 
-    def say(self, line: str) -> None:
+    def log(self, line: str) -> None:
         self.lines.append(line)
 
 
@@ -550,7 +550,7 @@ def test_a_targets_context_takes_no_memory_that_conversations_do_not(simple_fold
             made.append(num_slots)
             super().__init__(model, num_slots)
 
-    monkeypatch.setattr("slipstream.train.talk.ModelRunner", Counted)
+    monkeypatch.setattr("slipstream.train.workers.ModelRunner", Counted)
     shutil.copytree(simple_folder, folder := tmp_path / "target")
     config = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 1 << 20}
     (folder / "config.json").write_text(json.dumps(config))
@@ -620,8 +620,10 @@ def test_two_runs_in_one_folder_do_not_meet(simple_folder: Path, tmp_path: Path)
                     train=False)
     job = Job(simple_folder, "simple", tmp_path / "head", tmp_path / "work", (), recipe)
     job.work.mkdir()
-    first = subprocess.Popen([sys.executable, "-c", "import sys, pathlib\nfrom slipstream.train.places import alone\n"
-                              "with alone(pathlib.Path(sys.argv[1])):\n    print('in', flush=True); sys.stdin.read()",
+    first = subprocess.Popen([sys.executable, "-c", "import sys, pathlib\n"
+                              "from slipstream.train.folders import lock_folder\n"
+                              "with lock_folder(pathlib.Path(sys.argv[1])):\n"
+                              "    print('in', flush=True); sys.stdin.read()",
                               str(job.work)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert first.stdout is not None and first.stdout.readline() == b"in\n"
     half = job.work / "shard-00000.partial"
@@ -721,21 +723,21 @@ def test_a_target_without_a_chat_template_goes_on_with_given_prompts(simple_fold
 def test_the_turns_are_those_that_the_router_writes(tmp_path: Path) -> None:
     """Else a head learns from texts that nobody is served."""
     folder = write_tiny_model(tmp_path / "target")
-    plain, config = read_turns(folder), json.loads((folder / "tokenizer_config.json").read_text())
+    plain, config = read_turn_template(folder), json.loads((folder / "tokenizer_config.json").read_text())
     for template in ([{"name": "tool_use", "template": "{{ tools }}"}, {"name": "default", "template": CHAT_TEMPLATE}],
                      CHAT_TEMPLATE.replace("{% if", "{% generation %}{% endgeneration %}{% if"),
                      "{% if tools is not none %}{{ raise_exception('no tools') }}{% endif %}" + CHAT_TEMPLATE,
                      "{{ strftime_now('') }}" + CHAT_TEMPLATE):
         (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
-        turns, codec = read_turns(folder), TextCodec(folder)
+        turns, codec = read_turn_template(folder), TextCodec(folder)
         asked = codec.chat([{"role": role, "content": role} for role in ("user", "assistant", "user")])
         codec.close()
         said = ("user", turns.to_answer, "assistant", turns.to_question, "user", turns.to_answer)
         assert turns.encode("".join([turns.opening, *said])) == asked
-        assert (turns.opening, turns.to_answer, turns.plain) == (plain.opening, plain.to_answer, False)
+        assert (turns.opening, turns.to_answer, turns.no_chat_template) == (plain.opening, plain.to_answer, False)
     (folder / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(ModelError, match=r"chat_template\.jinja: cannot be read"):
-        read_turns(folder)
+        read_turn_template(folder)
 
 
 @pytest.mark.parametrize("begun", ["<|im_start|>assistant\\n<think>\\n", "<|im_start|>assistant"])
@@ -747,7 +749,7 @@ def test_an_answer_begins_where_the_router_has_it_begin(tmp_path: Path, begun: s
     template = CHAT_TEMPLATE.replace("{{ '<|im_start|>assistant\n' }}", "{{ '" + begun + "' }}")
     assert template != CHAT_TEMPLATE
     (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
-    turns, codec = read_turns(folder), TextCodec(folder)
+    turns, codec = read_turn_template(folder), TextCodec(folder)
     asked = codec.chat([{"role": "user", "content": "why"}])
     codec.close()
     assert turns.encode(turns.opening + "why" + turns.to_answer) == asked
@@ -769,7 +771,7 @@ def test_a_special_token_in_a_prompt_is_text(tmp_path: Path) -> None:
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in asked))
     recipe = Recipe(minutes=0, steps=1, prompts=prompts, batch=4, limits=Limits(max_answer=8), dtype="float32")
     talked(folder, tmp_path / "work", recipe)
-    identity, turns = identity_of(folder, ModelConfig.from_folder(folder)), read_turns(folder)
+    identity, turns = identity_of(folder, ModelConfig.from_folder(folder)), read_turn_template(folder)
     around = len(turns.encode(turns.opening)), len(turns.encode(turns.to_answer))
     for talk in Shards([tmp_path / "work"], identity).conversations(held_out=False):
         first = int(np.argmax(talk.roles == ANSWER))
@@ -964,28 +966,28 @@ def test_a_process_that_is_lost_ends_the_others_where_the_first_has_ended(simple
 
 
 def test_some_questions_are_long() -> None:
-    plans = [plan for number in range(400) if (plan := plan_of(number, 0, None)) is not None]
+    plans = [plan for number in range(400) if (plan := make_plan(number, 0, None)) is not None]
     long = [plan for plan in plans if plan.max_question]
     assert len(plans) == 400 and 20 < len(long) < 80
     assert all(plan.max_question > Limits().max_question and plan.questions == (None,) for plan in long)
-    texts = [plan for number in range(200) if (plan := plan_of(number, 0, None, plain=True)) is not None]
+    texts = [plan for number in range(200) if (plan := make_plan(number, 0, None, no_chat_template=True)) is not None]
     assert texts and not any(plan.max_question for plan in texts)
 
 
 def test_prompts_alike_are_on_one_side_and_of_twenty_one_is_held_out() -> None:
     texts = [(f"question {n}",) for n in range(400)]
-    made = {prompt.turns: prompt for prompt in numbered(texts)}
+    made = {prompt.turns: prompt for prompt in number_prompts(texts)}
     assert 8 < sum(prompt.held_out for prompt in made.values()) < 40
-    again = numbered([*reversed(texts), *texts, *((first, "and then?") for first, in texts)])
+    again = number_prompts([*reversed(texts), *texts, *((first, "and then?") for first, in texts)])
     assert len({prompt.number for prompt in again}) == 1200, "each is a conversation"
     assert all(prompt.held_out is made[prompt.turns[:1]].held_out for prompt in again)
     assert [prompt.number for prompt in again[:400]] == [made[turns].number for turns in reversed(texts)]
     known = [turns for turns in texts if not made[turns].held_out][:20]
-    judged = {prompt.turns for prompt in numbered([*known, *known]) if prompt.held_out}
-    assert len(judged) == 1 and not any(prompt.held_out for prompt in numbered(known[:19]))
-    (alone,) = numbered([next(turns for turns in texts if made[turns].held_out)])
+    judged = {prompt.turns for prompt in number_prompts([*known, *known]) if prompt.held_out}
+    assert len(judged) == 1 and not any(prompt.held_out for prompt in number_prompts(known[:19]))
+    (alone,) = number_prompts([next(turns for turns in texts if made[turns].held_out)])
     assert not alone.held_out, "nothing would be learnt"
-    plans = [plan for place in range(400) if (plan := plan_of(place, 0, again)) is not None]
+    plans = [plan for place in range(400) if (plan := make_plan(place, 0, again)) is not None]
     assert [(plan.number, plan.held_out) for plan in plans] == [(one.number, one.held_out) for one in again[:400]]
 
 
@@ -1006,7 +1008,7 @@ def test_prompts_are_asked_though_the_target_asked_itself_before(simple_folder: 
 
 
 def test_where_nothing_is_asked_no_two_conversations_are_one_text() -> None:
-    plans = [plan for place in range(200) if (plan := plan_of(place, 0, None, plain=True)) is not None]
+    plans = [plan for place in range(200) if (plan := make_plan(place, 0, None, no_chat_template=True)) is not None]
     assert {plan.temperature for plan in plans} == {0.7, 1.0}, "all that is greedy behind nothing is alike"
 
 
@@ -1059,7 +1061,7 @@ def test_a_full_disk_is_told_and_what_is_whole_is_kept(tmp_path: Path) -> None:
         with room_for(1 << 16), pytest.raises(ConfigError, match=r"^--work: cannot write .*; make room there"):
             write()
     assert not list(tmp_path.rglob("*.partial")), "halves keep the room that is wanted"
-    found = newest(folder, identity)
+    found = load_newest(folder, identity)
     assert found is not None and found.state == {"step": 1}
     writer.flush(1.0)
     assert Shards([tmp_path / "work"], identity).numbers() == {0, 1}
@@ -1071,7 +1073,7 @@ def test_a_full_disk_is_told_and_what_is_whole_is_kept(tmp_path: Path) -> None:
 def test_what_is_not_whole_is_told_by_name(tmp_path: Path, broken: str, how: str) -> None:
     """A folder that was copied in part, or whose disk lost some of it."""
     def read() -> list[Conversation]:
-        newest(work / "checkpoints", identity)
+        load_newest(work / "checkpoints", identity)
         return list(Shards([work], identity).conversations(False))
 
     work, identity = tmp_path / "work", {"target": "this"}
@@ -1102,7 +1104,7 @@ def test_a_checkpoint_of_the_same_step_is_left_as_it_is(tmp_path: Path, monkeypa
     with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
         patch.setattr(Path, "rename", killed)
         save(tmp_path, 1, Checkpoint({"w": torch.ones(2)}, {}, {"step": 1}), {})
-    found = newest(tmp_path, {})
+    found = load_newest(tmp_path, {})
     assert found is not None and found.state == {"step": 1}
 
 

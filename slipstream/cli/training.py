@@ -77,7 +77,7 @@ class Bars:
         self._show("training", share, f"step {progress.step}, {rate:,.0f} tokens a second, loss {progress.loss:.2f}, "
                    f"agreement {agreement}")
 
-    def say(self, line: str) -> None:
+    def log(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _rate(self, stage: str, seconds: float, tokens: float) -> float:
@@ -90,7 +90,7 @@ class Bars:
         self._progress.update(self._tasks[stage], completed=share, text=text)
         if not self._console.is_terminal and time.monotonic() - self._last_line_s >= LINE_EVERY_S:
             self._last_line_s = time.monotonic()
-            self.say(f"{stage} {share:.1%}: {text}")
+            self.log(f"{stage} {share:.1%}: {text}")
 
 
 @contextmanager

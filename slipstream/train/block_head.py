@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from slipstream.engine.model import ModelConfig
-from slipstream.train.head import SMALL, Counts, Head, copied, layer_config, placed, taps_of
+from slipstream.train.head import INIT_STD, Counts, Head, copied_weights, layer_config, place_head, taps_of
 
 LAYERS, BLOCK, RANK = 2, 6, 128
 
@@ -39,15 +39,16 @@ def warm_block_head(target: ModelConfig, tensors: Mapping[str, torch.Tensor], vo
     layers = min(LAYERS, target.num_layers)
     config = replace(layer_config(target, layers), model_type="qwen3", qk_norm=True)
     taps, hidden = (*taps_of(target.num_layers), target.num_layers), config.hidden_size
-    dice = torch.Generator().manual_seed(seed)
-    made = copied(target, tensors, config, len(taps), vocabulary, dice)
-    made["hidden_norm.weight"] = made[f"layers.{layers - 1}.input_layernorm.weight"].clone()
-    made |= {"markov_head.markov_w1.weight": SMALL * torch.randn(target.vocab_size, RANK, generator=dice),
-             "markov_head.markov_w2.weight": torch.zeros(len(vocabulary), RANK),
-             "confidence_head.proj.weight": torch.zeros(1, hidden + RANK), "confidence_head.proj.bias": torch.zeros(1)}
-    even = {f"layers.{layer}.self_attn.{name}_norm.weight": torch.ones(config.head_dim)
+    rng = torch.Generator().manual_seed(seed)
+    weights = copied_weights(target, tensors, config, len(taps), vocabulary, rng)
+    weights["hidden_norm.weight"] = weights[f"layers.{layers - 1}.input_layernorm.weight"].clone()
+    weights |= {"markov_head.markov_w1.weight": INIT_STD * torch.randn(target.vocab_size, RANK, generator=rng),
+                "markov_head.markov_w2.weight": torch.zeros(len(vocabulary), RANK),
+                "confidence_head.proj.weight": torch.zeros(1, hidden + RANK),
+                "confidence_head.proj.bias": torch.zeros(1)}
+    ones = {f"layers.{layer}.self_attn.{name}_norm.weight": torch.ones(config.head_dim)
             for layer in range(layers) for name in "qk"}
-    return placed(target, tensors, config, taps, even | made, vocabulary, device, mask)
+    return place_head(target, tensors, config, taps, ones | weights, vocabulary, device, mask)
 
 
 def block_config(head: Head, rope: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:

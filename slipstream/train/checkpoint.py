@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from slipstream.base.errors import ConfigError
-from slipstream.train.places import fresh, named
+from slipstream.train.folders import new_folder, write_errors
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,43 +36,44 @@ class Checkpoint:
 def save(folder: Path, step: int, checkpoint: Checkpoint, identity: Mapping[str, Any]) -> None:
     """Write the checkpoint of ``step`` and remove older ones. Raises ConfigError if it cannot be written; then the
     older one stays."""
-    place = folder / f"step-{step:08d}"
-    if place.exists():  # nothing was trained since; replacing it could lose it in a kill
+    path = folder / f"step-{step:08d}"
+    if path.exists():  # nothing was trained since; replacing it could lose it in a kill
         return
-    with named("--work", folder), fresh(place.with_suffix(".partial")) as partial:
-        save_file(_plain(checkpoint.tensors), partial / "head.safetensors")
-        save_file(_plain(checkpoint.optimizer), partial / "optimizer.safetensors")
+    with write_errors("--work", folder), new_folder(path.with_suffix(".partial")) as partial:
+        save_file(_on_cpu(checkpoint.tensors), partial / "head.safetensors")
+        save_file(_on_cpu(checkpoint.optimizer), partial / "optimizer.safetensors")
         text = json.dumps({"identity": dict(identity), "state": checkpoint.state})
         (partial / "state.json").write_text(text, encoding="utf-8")
         for file in partial.iterdir():
             with file.open("rb") as opened:
                 os.fsync(opened.fileno())
-        partial.rename(place)
+        partial.rename(path)
     for old in folder.glob("step-*"):
-        if old != place:
+        if old != path:
             shutil.rmtree(old)
 
 
-def newest(folder: Path, identity: Mapping[str, Any]) -> Checkpoint | None:
+def load_newest(folder: Path, identity: Mapping[str, Any]) -> Checkpoint | None:
     """The newest complete checkpoint; None if there is none. Raises ConfigError if its identity is another, or if it
     cannot be read."""
-    places = sorted(path for path in folder.glob("step-*") if path.suffix != ".partial")
-    if not places:
+    paths = sorted(path for path in folder.glob("step-*") if path.suffix != ".partial")
+    if not paths:
         return None
-    place = places[-1]
+    path = paths[-1]
     try:
-        content = json.loads((place / "state.json").read_text(encoding="utf-8"))
-        was, state = content["identity"], content["state"]
-        tensors, optimizer = (load_file(place / f"{name}.safetensors") for name in ("head", "optimizer"))
+        content = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        saved_identity, state = content["identity"], content["state"]
+        tensors, optimizer = (load_file(path / f"{name}.safetensors") for name in ("head", "optimizer"))
     except (OSError, ValueError, LookupError, TypeError, SafetensorError) as error:
-        raise ConfigError(f"{place} cannot be read: {error!r}; copy it again, or remove {folder} to train anew: the "
+        raise ConfigError(f"{path} cannot be read: {error!r}; copy it again, or remove {folder} to train anew: the "
                           "conversations stay") from error
-    differing = sorted(name for name in was.keys() | identity.keys() if was.get(name) != identity.get(name))
+    differing = sorted(name for name in saved_identity.keys() | identity.keys()
+                       if saved_identity.get(name) != identity.get(name))
     if differing:
-        raise ConfigError(f"{place}: was trained with another {', '.join(differing)}; choose another --work "
+        raise ConfigError(f"{path}: was trained with another {', '.join(differing)}; choose another --work "
                           f"(--data {folder.parent} keeps its conversations), or remove {folder} to train anew")
     return Checkpoint(tensors, optimizer, state)
 
 
-def _plain(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _on_cpu(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}

@@ -1,5 +1,5 @@
 """The first stage of training a head: the target generates conversations until there are enough, or time is up (see
-``talk``).
+``workers``).
 
 Rules:
 1. Conversations that are in the folder already count and are not made again, so an interrupted run is resumed. A kill
@@ -23,12 +23,12 @@ from slipstream.base.errors import ConfigError
 from slipstream.engine.loading import load_model
 from slipstream.engine.model import ModelConfig
 from slipstream.models.folder import weights_hash
-from slipstream.train.dialogue import numbered, read_prompts, read_turns
-from slipstream.train.generate import tokens_at_most
+from slipstream.train.dialogue import number_prompts, read_prompts, read_turn_template
+from slipstream.train.generate import max_tokens
 from slipstream.train.head import taps_of
 from slipstream.train.recipe import Recipe
-from slipstream.train.shards import WEIGHTS, Shards, Totals, remove_halves
-from slipstream.train.talk import Others, Task, talk
+from slipstream.train.shards import WEIGHTS, Shards, Totals, remove_partial
+from slipstream.train.workers import OtherProcesses, Task, generate_shards
 
 ENDS = 1 << 20  # bytes at both ends of a weights file that its fingerprint reads
 
@@ -59,22 +59,23 @@ def collect(target: Path, folder: Path, recipe: Recipe, report: Callable[[Totals
     time to time with the totals and the share that is done; identity: the target's. Returns the totals.
     Raises ConfigError, ModelError, CapacityError."""
     before = Shards([folder], identity).totals()
-    if share_of(recipe, before) >= 1.0:
+    if used_share(recipe, before) >= 1.0:
         return before
     model = load_model(target, ModelSection(dtype=recipe.dtype, device=recipe.device))
-    remove_halves(folder)
-    prompts = numbered(read_prompts(recipe.prompts)) if recipe.prompts else None
-    turns = read_turns(target)
-    over = tokens_at_most(turns, recipe.limits) - model.config.max_context
-    if prompts is None and over > 0:  # no plan would ever fit, and there is no end of plans
-        most = recipe.limits.max_answer - over
+    remove_partial(folder)
+    prompts = number_prompts(read_prompts(recipe.prompts)) if recipe.prompts else None
+    template = read_turn_template(target)
+    excess = max_tokens(template, recipe.limits) - model.config.max_context
+    if prompts is None and excess > 0:  # no plan would ever fit, and there is no end of plans
+        max_answer = recipe.limits.max_answer - excess
         raise ConfigError(f"--max-answer: the target's context holds {model.config.max_context} tokens, a question and "
-                          f"such an answer {over} more; " + (f"give at most {most}" if most > 0 else "give --prompts"))
-    task = Task(model, turns, prompts, folder, identity, recipe)
-    others, account = Others(task), Account(task, report)
+                          f"such an answer {excess} more; "
+                          + (f"give at most {max_answer}" if max_answer > 0 else "give --prompts"))
+    task = Task(model, template, prompts, folder, identity, recipe)
+    others, quota = OtherProcesses(task), Quota(task, report)
     try:
-        talk(task, 0, lambda waiting, running: others.failed or account(waiting, running))
-        others.join(lambda: account(0, 0, anew=True))
+        generate_shards(task, 0, lambda pending, active: others.failed or quota.reached(pending, active))
+        others.join(lambda: quota.reached(0, 0, reread=True))
     finally:
         others.stop()
     made = Shards([folder], identity).totals()
@@ -84,32 +85,32 @@ def collect(target: Path, folder: Path, recipe: Recipe, report: Callable[[Totals
     return made
 
 
-class Account:
+class Quota:
     """Decides whether there are enough conversations for the recipe, and reports the progress."""
 
     def __init__(self, task: Task, report: Callable[[Totals, float], None]) -> None:
         self._task, self._report = task, report
-        self._made, self._waiting = self._read(), 0
+        self._made, self._pending = self._read(), 0
         self._began = time.monotonic() - self._made.seconds  # as if all runs were one
 
-    def __call__(self, waiting: int, running: int, anew: bool = False) -> bool:
-        """Whether there is enough. waiting: tokens that the first process has not written yet; running: tokens of its
-        unfinished conversations, which are reported but count for no limit; anew: read the folder again, as the other
+    def reached(self, pending: int, active: int, reread: bool = False) -> bool:
+        """Whether there is enough. pending: tokens that the first process has not written yet; active: tokens of its
+        unfinished conversations, which are reported but count for no limit; reread: read the folder again, as the other
         processes may have written shards."""
-        if anew or waiting < self._waiting:  # another shard was begun
+        if reread or pending < self._pending:  # another shard was begun
             self._made = self._read()
-        self._waiting = waiting
+        self._pending = pending
         made = self._made
-        ahead = Totals(made.conversations, made.tokens + waiting, made.answer_tokens, time.monotonic() - self._began)
-        share = share_of(self._task.recipe, ahead)
-        self._report(replace(ahead, tokens=ahead.tokens + running), min(1.0, share))
+        totals = Totals(made.conversations, made.tokens + pending, made.answer_tokens, time.monotonic() - self._began)
+        share = used_share(self._task.recipe, totals)
+        self._report(replace(totals, tokens=totals.tokens + active), min(1.0, share))
         return share >= 1.0
 
     def _read(self) -> Totals:
         return Shards([self._task.folder], self._task.identity).totals()
 
 
-def share_of(recipe: Recipe, totals: Totals) -> float:
+def used_share(recipe: Recipe, totals: Totals) -> float:
     """The share of the recipe's tokens or time that is used up, whichever is larger."""
     tokens = totals.tokens / recipe.tokens if recipe.tokens else 0.0
     return max(tokens, totals.seconds / recipe.generate_seconds())

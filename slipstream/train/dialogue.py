@@ -33,7 +33,7 @@ from slipstream.base.errors import ConfigError, ModelError
 from slipstream.models.folder import load_tokenizer, read_json, template_source, token_text
 from slipstream.models.template import sandbox
 
-MARKS = ("\ue000", "\ue001", "\ue002")  # private-use characters stand for the turns while the template is read
+PLACEHOLDERS = ("\ue000", "\ue001", "\ue002")  # private-use characters stand for the turns while the template is read
 HELD_OUT_EVERY = 20
 TEMPERATURES = (0.0, 0.0, 0.7, 1.0, 1.0)
 QUESTION_TEMPERATURES = (0.7, 1.0)
@@ -84,7 +84,7 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Turns:
+class TurnTemplate:
     """The text around turns, from the chat template. Without a template there are no turns: a conversation is one
     text."""
 
@@ -92,13 +92,13 @@ class Turns:
     opening: str  # before the first question
     to_answer: str  # between a question and an answer that is generated (templates may print given answers differently)
     to_question: str  # between an answer and the next question
-    plain: bool  # there is no chat template
+    no_chat_template: bool
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
-    def said(self, text: str) -> list[int]:
+    def encode_user_text(self, text: str) -> list[int]:
         """The tokens of a user's text: the text of a special token is encoded as plain text, as when serving."""
         self.tokenizer.encode_special_tokens = True
         try:
@@ -107,24 +107,24 @@ class Turns:
             self.tokenizer.encode_special_tokens = False
 
 
-def read_turns(folder: Path) -> Turns:
+def read_turn_template(folder: Path) -> TurnTemplate:
     """The turns of a target's folder. Raises ModelError naming what cannot be used."""
     tokenizer, found = load_tokenizer(folder), template_source(folder)
     if found is None:
         config = read_json(folder / "tokenizer_config.json", missing_ok=True)
         begin = token_text(config.get("bos_token")) or token_text(config.get("eos_token")) or "\n"
-        return Turns(tokenizer, begin, "", "", plain=True)
-    source, named = found
-    messages = [{"role": role, "content": mark}
-                for role, mark in zip(("user", "assistant", "user"), MARKS, strict=True)]
-    text = _render(source, {"tools": None, "documents": None, **named, "messages": messages,
+        return TurnTemplate(tokenizer, begin, "", "", no_chat_template=True)
+    source, special_tokens = found
+    messages = [{"role": role, "content": placeholder}
+                for role, placeholder in zip(("user", "assistant", "user"), PLACEHOLDERS, strict=True)]
+    text = _render(source, {"tools": None, "documents": None, **special_tokens, "messages": messages,
                             "add_generation_prompt": True})
     pieces = [text]
-    for mark in MARKS:
-        pieces[-1:] = pieces[-1].split(mark, 1)
-    if len(pieces) != len(MARKS) + 1:
+    for placeholder in PLACEHOLDERS:
+        pieces[-1:] = pieces[-1].split(placeholder, 1)
+    if len(pieces) != len(PLACEHOLDERS) + 1:
         raise ModelError(f"{folder}: chat_template: it does not print what users and assistants say, in order")
-    return Turns(tokenizer, pieces[0], pieces[3], pieces[2], plain=False)
+    return TurnTemplate(tokenizer, pieces[0], pieces[3], pieces[2], no_chat_template=False)
 
 
 def read_prompts(path: Path) -> list[tuple[str, ...]]:
@@ -141,45 +141,45 @@ def read_prompts(path: Path) -> list[tuple[str, ...]]:
     return prompts
 
 
-def numbered(prompts: Iterable[tuple[str, ...]]) -> list[Prompt]:
+def number_prompts(prompts: Iterable[tuple[str, ...]]) -> list[Prompt]:
     """``prompts`` with their numbers (rule 1), held out or not (rule 4). The same prompt a second time gets another
     number."""
-    made, again = list[Prompt](), Counter[tuple[str, ...]]()
+    numbered, num_seen = list[Prompt](), Counter[tuple[str, ...]]()
     for turns in prompts:
-        side = _hash(turns[0]) % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
-        made.append(Prompt(turns, _hash(json.dumps([again[turns], *turns])), side))
-        again[turns] += 1
-    asked = {prompt.turns[0] for prompt in made}
-    judged = {prompt.turns[0] for prompt in made if prompt.held_out}
-    if len(asked) >= HELD_OUT_EVERY and not judged:
-        judged = {max(asked, key=_hash)}
-    elif judged == asked:  # else nothing would be left to train on
-        judged = set()
-    return [replace(prompt, held_out=prompt.turns[0] in judged) for prompt in made]
+        held_out = _hash(turns[0]) % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
+        numbered.append(Prompt(turns, _hash(json.dumps([num_seen[turns], *turns])), held_out))
+        num_seen[turns] += 1
+    first_turns = {prompt.turns[0] for prompt in numbered}
+    held_out_turns = {prompt.turns[0] for prompt in numbered if prompt.held_out}
+    if len(first_turns) >= HELD_OUT_EVERY and not held_out_turns:
+        held_out_turns = {max(first_turns, key=_hash)}
+    elif held_out_turns == first_turns:  # else nothing would be left to train on
+        held_out_turns = set()
+    return [replace(prompt, held_out=prompt.turns[0] in held_out_turns) for prompt in numbered]
 
 
 def _hash(text: str) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=6).digest(), "little")
 
 
-def plan_of(place: int, seed: int, prompts: Sequence[Prompt] | None, plain: bool = False) -> Plan | None:
-    """Plan number ``place``: of all, or of ``prompts``, None after the last of these. plain: there is no chat
-    template."""
-    if prompts is not None and place >= len(prompts):
+def make_plan(index: int, seed: int, prompts: Sequence[Prompt] | None, no_chat_template: bool = False) -> Plan | None:
+    """Plan number ``index``: of all, or of ``prompts``, None after the last of these."""
+    if prompts is not None and index >= len(prompts):
         return None
-    number = place if prompts is None else prompts[place].number
-    dice = random.Random(f"{seed}/{number}")
-    temperature, asking = dice.choice(TEMPERATURES), dice.choice(QUESTION_TEMPERATURES)
-    if plain and prompts is None:
-        temperature = dice.choice(TEMPERATURES[TEMPERATURES.count(0.0):])
-    opener = dice.choice(OPENERS) if dice.random() < OPENER_SHARE and not plain else ""
-    second = dice.random() < SECOND_TURN_SHARE and not plain
+    number = index if prompts is None else prompts[index].number
+    rng = random.Random(f"{seed}/{number}")
+    temperature, question_temperature = rng.choice(TEMPERATURES), rng.choice(QUESTION_TEMPERATURES)
+    if no_chat_template and prompts is None:
+        temperature = rng.choice(TEMPERATURES[TEMPERATURES.count(0.0):])
+    opener = rng.choice(OPENERS) if rng.random() < OPENER_SHARE and not no_chat_template else ""
+    second = rng.random() < SECOND_TURN_SHARE and not no_chat_template
     if prompts is not None:
-        return Plan(number, "", prompts[place].turns, temperature, asking, prompts[place].held_out)
+        return Plan(number, "", prompts[index].turns, temperature, question_temperature, prompts[index].held_out)
     held_out = number % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
-    if not plain and dice.random() < LONG_SHARE:
-        return Plan(number, dice.choice(LONG_OPENERS), (None,), temperature, asking, held_out, LONG_QUESTION)
-    return Plan(number, opener, (None, None) if second else (None,), temperature, asking, held_out)
+    if not no_chat_template and rng.random() < LONG_SHARE:
+        return Plan(number, rng.choice(LONG_OPENERS), (None,), temperature, question_temperature, held_out,
+                    LONG_QUESTION)
+    return Plan(number, opener, (None, None) if second else (None,), temperature, question_temperature, held_out)
 
 
 def _turns_of(line: str, where: str) -> tuple[str, ...]:

@@ -28,8 +28,8 @@ from slipstream.drafting.heads.checkpoint import ARCHITECTURE, LAYER, default_ta
 from slipstream.engine.model import ModelConfig, RopeScaling
 from slipstream.models.folder import MADE_FOR
 from slipstream.train.block_head import block_config
+from slipstream.train.folders import new_folder
 from slipstream.train.head import Head
-from slipstream.train.places import fresh
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
@@ -39,7 +39,7 @@ def export(head: Head, folder: Path, dtype: torch.dtype, texts: Mapping[str, str
            weights: str = "") -> None:
     """Write the head into ``folder``; files of the same names are replaced. texts: further files by name; weights: the
     ``weights_hash`` of its target."""
-    with fresh(folder.with_name(f".{folder.name}.partial")) as partial:
+    with new_folder(folder.with_name(f".{folder.name}.partial")) as partial:
         save_file(published_tensors(head, dtype), partial / WEIGHTS, metadata={"format": "pt"})
         for name, text in (texts or {}).items():
             (partial / name).write_text(text, encoding="utf-8")
@@ -92,12 +92,12 @@ def _rope(config: ModelConfig) -> dict[str, Any]:
     scaling: RopeScaling | None = config.rope_scaling
     if scaling is None:
         return {"rope_theta": config.rope_theta, "rope_scaling": None}
-    written: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
+    fields: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
     if scaling.kind == "llama3":
-        written |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor,
+        fields |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor,
                     "original_max_position_embeddings": scaling.original_context}
     if scaling.kind == "yarn":
-        written |= {"original_max_position_embeddings": scaling.original_context, "beta_fast": scaling.beta_fast,
+        fields |= {"original_max_position_embeddings": scaling.original_context, "beta_fast": scaling.beta_fast,
                     "beta_slow": scaling.beta_slow, "truncate": scaling.truncate,
                     "attention_factor": scaling.attention_factor}
-    return {"rope_theta": config.rope_theta, "rope_scaling": written}
+    return {"rope_theta": config.rope_theta, "rope_scaling": fields}

@@ -23,7 +23,7 @@ from slipstream.base.errors import CapacityError
 from slipstream.choosing.sampling import greatest
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.runner import ModelRunner
-from slipstream.train.dialogue import LONG_OPENERS, LONG_QUESTION, OPENERS, Plan, Prompt, Turns
+from slipstream.train.dialogue import LONG_OPENERS, LONG_QUESTION, OPENERS, Plan, Prompt, TurnTemplate
 from slipstream.train.shards import ANSWER, GIVEN, QUESTION, Conversation
 
 STEP_ROWS = 1024  # rows of one forward, at most; long given prompts are computed in chunks
@@ -40,20 +40,20 @@ class Limits:
 
 
 @dataclass(slots=True)
-class Talk:
+class ActiveConversation:
     """One running conversation."""
 
     plan: Plan
     slots: NDArray[np.int64]  # reserved for its tokens after the shared ones
     tokens: list[int]
     roles: list[int]
-    done: int  # tokens whose KV is computed
+    num_computed: int  # tokens whose KV is computed
     greedy: dict[int, int] = field(default_factory=dict)  # index of a token -> the likeliest token after it
     turn: int = 0
-    asking: bool = False  # the target is writing a question
-    spoken: int = 0  # tokens of the current question or answer
+    writing_question: bool = False  # the target is writing a question
+    turn_tokens: int = 0  # tokens of the current question or answer
 
-    def say(self, tokens: Sequence[int], role: int) -> None:
+    def append(self, tokens: Sequence[int], role: int) -> None:
         self.tokens.extend(tokens)
         self.roles.extend([role] * len(tokens))
 
@@ -61,55 +61,55 @@ class Talk:
 class Generator:
     """Runs plans on a runner. Its taps must be the head's layers and the final state, in this order."""
 
-    def __init__(self, runner: ModelRunner, turns: Turns, plans: Iterator[Plan], batch: int, limits: Limits,
+    def __init__(self, runner: ModelRunner, template: TurnTemplate, plans: Iterator[Plan], batch: int, limits: Limits,
                  seed: int) -> None:
-        self._runner, self._turns, self._plans = runner, turns, plans
+        self._runner, self._template, self._plans = runner, template, plans
         self._batch, self._limits = batch, limits
         self._eos = frozenset(runner.config.eos_token_ids)
-        self._dice = torch.Generator(runner.model.device).manual_seed(seed)
-        self._to_answer, self._to_question = turns.encode(turns.to_answer), turns.encode(turns.to_question)
-        self._opening = turns.encode(turns.opening)
-        self._talks: list[Talk] = []
-        self._waiting: Plan | None = None  # the next plan, for which there are no free slots yet
-        self._shared = self._share(self._opening[:-1])
+        self._rng = torch.Generator(runner.model.device).manual_seed(seed)
+        self._to_answer, self._to_question = template.encode(template.to_answer), template.encode(template.to_question)
+        self._opening = template.encode(template.opening)
+        self._active: list[ActiveConversation] = []
+        self._next_plan: Plan | None = None  # a plan for which there are no free slots yet
+        self._shared_slots = self._compute_shared(self._opening[:-1])
 
     @property
-    def running(self) -> bool:
+    def has_work(self) -> bool:
         """Whether another ``step`` has anything to compute; it begins plans that fit."""
         self._admit()
-        return bool(self._talks)
+        return bool(self._active)
 
     @property
-    def num_running(self) -> int:
+    def num_active_tokens(self) -> int:
         """How many tokens the running conversations have."""
-        return sum(len(talk.tokens) for talk in self._talks)
+        return sum(len(active.tokens) for active in self._active)
 
     def step(self) -> list[Conversation]:
         """One forward. Returns the conversations that ended."""
         self._admit()
-        builder, ready = BatchBuilder(), list[Talk]()
-        room = STEP_ROWS
-        for talk in self._talks:
-            count = min(len(talk.tokens) - talk.done, room)
+        builder, ready = BatchBuilder(), list[ActiveConversation]()
+        free_rows = STEP_ROWS
+        for active in self._active:
+            count = min(len(active.tokens) - active.num_computed, free_rows)
             if count == 0:
                 continue
-            self._add(builder, talk, count)
-            room -= count
-            if talk.done == len(talk.tokens):
-                ready.append(talk)
+            self._add(builder, active, count)
+            free_rows -= count
+            if active.num_computed == len(active.tokens):
+                ready.append(active)
         logits = self._runner.forward(builder.build(self._runner.model.device))
         if not ready:
             return []
-        greedy, chosen = choose(logits, [self._temperature(talk) for talk in ready], self._dice)
-        ended = [talk for talk, best, token in zip(ready, greedy, chosen, strict=True)
-                 if self._advance(talk, best, token)]
-        return [kept for talk in ended if (kept := self._end(talk)) is not None]
+        greedy, chosen = choose(logits, [self._temperature(active) for active in ready], self._rng)
+        ended = [active for active, best, token in zip(ready, greedy, chosen, strict=True)
+                 if self._advance(active, best, token)]
+        return [finished for active in ended if (finished := self._finish(active)) is not None]
 
     def stop(self) -> list[Conversation]:
         """End all conversations where they are."""
-        return [kept for talk in list(self._talks) if (kept := self._end(talk)) is not None]
+        return [finished for active in list(self._active) if (finished := self._finish(active)) is not None]
 
-    def _share(self, tokens: list[int]) -> NDArray[np.int64]:
+    def _compute_shared(self, tokens: list[int]) -> NDArray[np.int64]:
         slots = self._runner.slots.alloc(len(tokens))
         if tokens:
             builder = BatchBuilder()
@@ -118,143 +118,145 @@ class Generator:
         return slots
 
     def _admit(self) -> None:
-        while len(self._talks) < self._batch:
-            plan = self._waiting or next(self._plans, None)
-            self._waiting = None
+        while len(self._active) < self._batch:
+            plan = self._next_plan or next(self._plans, None)
+            self._next_plan = None
             if plan is None:
                 return
-            size = self._size(plan)
+            size = self._max_slots(plan)
             if size == 0:
                 continue
             try:
                 slots = self._runner.slots.alloc(size)
             except CapacityError:
-                if not self._talks:
+                if not self._active:
                     raise
-                self._waiting = plan
+                self._next_plan = plan
                 return
-            self._talks.append(self._begin(plan, slots))
+            self._active.append(self._start(plan, slots))
 
-    def _size(self, plan: Plan) -> int:
+    def _max_slots(self, plan: Plan) -> int:
         """The most slots that a conversation may need; 0: it is too long and is left out."""
-        size = 1 + len(self._turns.encode(plan.opener))
+        size = 1 + len(self._template.encode(plan.opener))
         for question in plan.questions:
-            given = len(self._turns.said(question)) if question is not None else 0
+            given = len(self._template.encode_user_text(question)) if question is not None else 0
             if given > self._limits.max_prompt:
                 return 0
-            size += (given or self._most_asked(plan)) + self._limits.max_answer
+            size += (given or self._max_question(plan)) + self._limits.max_answer
             size += len(self._to_answer) + len(self._to_question)
-        return size if size + len(self._shared) <= self._runner.config.max_context else 0
+        return size if size + len(self._shared_slots) <= self._runner.config.max_context else 0
 
-    def _most_asked(self, plan: Plan) -> int:
+    def _max_question(self, plan: Plan) -> int:
         return plan.max_question or self._limits.max_question
 
-    def _begin(self, plan: Plan, slots: NDArray[np.int64]) -> Talk:
-        talk = Talk(plan, slots, list(self._opening), [GIVEN] * len(self._opening), len(self._shared))
-        if not self._turns.plain or plan.questions[0] is not None:  # without turns nobody asks, but a prompt is given
-            self._ask(talk, self._turns.encode(plan.opener))
-        if not talk.tokens:  # the template writes nothing before what a user says
-            talk.say(self._turns.encode("\n"), GIVEN)
-        return talk
+    def _start(self, plan: Plan, slots: NDArray[np.int64]) -> ActiveConversation:
+        roles = [GIVEN] * len(self._opening)
+        active = ActiveConversation(plan, slots, list(self._opening), roles, len(self._shared_slots))
+        # Without a chat template the target writes no question, but a prompt may be given.
+        if not self._template.no_chat_template or plan.questions[0] is not None:
+            self._start_question(active, self._template.encode(plan.opener))
+        if not active.tokens:  # the template writes nothing before what a user says
+            active.append(self._template.encode("\n"), GIVEN)
+        return active
 
-    def _ask(self, talk: Talk, opener: Sequence[int] = ()) -> None:
-        question = talk.plan.questions[talk.turn]
-        talk.spoken, talk.asking = 0, question is None
+    def _start_question(self, active: ActiveConversation, opener: Sequence[int] = ()) -> None:
+        question = active.plan.questions[active.turn]
+        active.turn_tokens, active.writing_question = 0, question is None
         if question is None:
-            talk.say(opener, GIVEN)
+            active.append(opener, GIVEN)
         else:
-            talk.say([*self._turns.said(question), *self._to_answer], GIVEN)
+            active.append([*self._template.encode_user_text(question), *self._to_answer], GIVEN)
 
-    def _add(self, builder: BatchBuilder, talk: Talk, count: int) -> None:
-        shared = len(self._shared)
-        own = talk.done - shared
-        last = talk.done + count == len(talk.tokens)
-        builder.add(talk.tokens[talk.done:talk.done + count], range(talk.done, talk.done + count),
-                    talk.slots[own:own + count].tolist(), np.concatenate([self._shared, talk.slots[:own]]),
-                    logits="last" if last else "none")
-        talk.done += count
+    def _add(self, builder: BatchBuilder, active: ActiveConversation, count: int) -> None:
+        first, end = active.num_computed, active.num_computed + count
+        own = first - len(self._shared_slots)
+        builder.add(active.tokens[first:end], range(first, end), active.slots[own:own + count].tolist(),
+                    np.concatenate([self._shared_slots, active.slots[:own]]),
+                    logits="last" if end == len(active.tokens) else "none")
+        active.num_computed = end
 
-    def _temperature(self, talk: Talk) -> float:
-        return talk.plan.question_temperature if talk.asking else talk.plan.temperature
+    def _temperature(self, active: ActiveConversation) -> float:
+        return active.plan.question_temperature if active.writing_question else active.plan.temperature
 
-    def _advance(self, talk: Talk, best: int, token: int) -> bool:
+    def _advance(self, active: ActiveConversation, best: int, token: int) -> bool:
         """Append the next token. Returns whether the conversation is over. best: the likeliest token there."""
-        talk.greedy[len(talk.tokens) - 1] = best
-        over = token in self._eos
-        talk.spoken += 1
-        if talk.asking:
-            return self._asked(talk, token, over)
-        talk.say([token], ANSWER)
-        if not over and talk.spoken < self._limits.max_answer:
+        active.greedy[len(active.tokens) - 1] = best
+        ended = token in self._eos
+        active.turn_tokens += 1
+        if active.writing_question:
+            return self._advance_question(active, token, ended)
+        active.append([token], ANSWER)
+        if not ended and active.turn_tokens < self._limits.max_answer:
             return False
-        talk.turn += 1
-        if talk.turn == len(talk.plan.questions):
+        active.turn += 1
+        if active.turn == len(active.plan.questions):
             return True
-        follow = self._to_question
-        talk.say(follow[1:] if over and follow[:1] == [token] else follow, GIVEN)
-        self._ask(talk)
+        markup = self._to_question
+        active.append(markup[1:] if ended and markup[:1] == [token] else markup, GIVEN)
+        self._start_question(active)
         return False
 
-    def _asked(self, talk: Talk, token: int, over: bool) -> bool:
-        if over and talk.spoken <= SHORTEST_QUESTION:
+    def _advance_question(self, active: ActiveConversation, token: int, ended: bool) -> bool:
+        if ended and active.turn_tokens <= SHORTEST_QUESTION:
             return True
-        if not over:
-            talk.say([token], QUESTION)
-        if over or talk.spoken >= self._most_asked(talk.plan):
-            talk.say(self._to_answer, GIVEN)
-            talk.asking, talk.spoken = False, 0
+        if not ended:
+            active.append([token], QUESTION)
+        if ended or active.turn_tokens >= self._max_question(active.plan):
+            active.append(self._to_answer, GIVEN)
+            active.writing_question, active.turn_tokens = False, 0
         return False
 
-    def _end(self, talk: Talk) -> Conversation | None:
+    def _finish(self, active: ActiveConversation) -> Conversation | None:
         """Remove a running conversation and return it; None if it has no answer."""
-        self._talks.remove(talk)
-        count = talk.done
-        states = self._runner.features(np.concatenate([self._shared, talk.slots[:count - len(self._shared)]]))
-        self._runner.slots.free(talk.slots)
-        kept = min(len(talk.tokens), count + 1)  # the newest token was chosen, but not computed
-        roles = np.array(talk.roles[:kept], np.uint8)
+        self._active.remove(active)
+        count = active.num_computed
+        own_slots = active.slots[:count - len(self._shared_slots)]
+        states = self._runner.features(np.concatenate([self._shared_slots, own_slots]))
+        self._runner.slots.free(active.slots)
+        length = min(len(active.tokens), count + 1)  # the newest token was chosen, but not computed
+        roles = np.array(active.roles[:length], np.uint8)
         if not (roles == ANSWER).any():
             return None
-        rows = np.zeros((kept, states.shape[1]), np.uint16)
+        rows = np.zeros((length, states.shape[1]), np.uint16)
         rows[:count] = states.to(torch.bfloat16).cpu().view(torch.uint16).numpy()
-        greedy = np.array([talk.greedy.get(i, -1) for i in range(kept)], np.int32)
-        return Conversation(talk.plan.number, talk.plan.held_out, talk.plan.temperature,
-                            np.array(talk.tokens[:kept], np.int32), roles, greedy, rows)
+        greedy = np.array([active.greedy.get(i, -1) for i in range(length)], np.int32)
+        return Conversation(active.plan.number, active.plan.held_out, active.plan.temperature,
+                            np.array(active.tokens[:length], np.int32), roles, greedy, rows)
 
 
-def tokens_at_most(turns: Turns, limits: Limits) -> int:
+def max_tokens(template: TurnTemplate, limits: Limits) -> int:
     """The most tokens of a conversation in which the target asks one question (without opener) and answers it."""
-    around = (turns.opening, turns.to_answer, turns.to_question)
-    return sum(len(turns.encode(text)) for text in around) + limits.max_question + limits.max_answer
+    markup = (template.opening, template.to_answer, template.to_question)
+    return sum(len(template.encode(text)) for text in markup) + limits.max_question + limits.max_answer
 
 
-def slots_at_most(turns: Turns, limits: Limits, prompts: Sequence[Prompt] | None) -> int:
+def max_slots(template: TurnTemplate, limits: Limits, prompts: Sequence[Prompt] | None) -> int:
     """The most slots that any planned conversation can need."""
-    around = sum(len(turns.encode(text)) for text in (turns.to_answer, turns.to_question))
-    asked, count, opener = max(limits.max_question, LONG_QUESTION), 2, 0
+    markup = sum(len(template.encode(text)) for text in (template.to_answer, template.to_question))
+    max_question, count, opener = max(limits.max_question, LONG_QUESTION), 2, 0
     if prompts is not None:
-        asked, count = max(limits.max_question, limits.max_prompt), max(len(prompt.turns) for prompt in prompts)
+        max_question, count = max(limits.max_question, limits.max_prompt), max(len(prompt.turns) for prompt in prompts)
     else:
-        opener = max(len(turns.encode(text)) for text in (*OPENERS, *LONG_OPENERS))
-    return 1 + len(turns.encode(turns.opening)) + opener + count * (asked + limits.max_answer + around)
+        opener = max(len(template.encode(text)) for text in (*OPENERS, *LONG_OPENERS))
+    return 1 + len(template.encode(template.opening)) + opener + count * (max_question + limits.max_answer + markup)
 
 
 @torch.inference_mode()
 def choose(logits: torch.Tensor, temperatures: Sequence[float],
-           dice: torch.Generator) -> tuple[list[int], list[int]]:
+           rng: torch.Generator) -> tuple[list[int], list[int]]:
     """The likeliest token of each row of ``logits`` [R, V], and a sampled one at each row's temperature (0: the same).
 
     It samples by inverting the cumulative sum in float32: several times as fast as keyed noise over a whole vocabulary,
     and no drafter has to draw the same sample.
     """
-    best, hot = greatest(logits), [row for row, temperature in enumerate(temperatures) if temperature > 0]
-    if not hot:
+    best, sampled_rows = greatest(logits), [row for row, temperature in enumerate(temperatures) if temperature > 0]
+    if not sampled_rows:
         return best, best
-    heat = torch.tensor([temperatures[row] for row in hot], dtype=logits.dtype, device=logits.device)[:, None]
-    mass = logits[hot].div_(heat).softmax(1).cumsum(1)
-    drawn = torch.rand(len(hot), 1, generator=dice, device=logits.device) * mass[:, -1:]
-    tokens = torch.searchsorted(mass, drawn.to(mass.dtype)).clamp_(max=logits.shape[1] - 1)[:, 0].tolist()
+    heat = torch.tensor([temperatures[row] for row in sampled_rows], dtype=logits.dtype, device=logits.device)
+    cumulative = logits[sampled_rows].div_(heat[:, None]).softmax(1).cumsum(1)
+    drawn = torch.rand(len(sampled_rows), 1, generator=rng, device=logits.device) * cumulative[:, -1:]
+    tokens = torch.searchsorted(cumulative, drawn.to(cumulative.dtype)).clamp_(max=logits.shape[1] - 1)[:, 0].tolist()
     chosen = list(best)
-    for row, token in zip(hot, tokens, strict=True):
+    for row, token in zip(sampled_rows, tokens, strict=True):
         chosen[row] = int(token)
     return best, chosen

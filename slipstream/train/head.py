@@ -28,8 +28,8 @@ from slipstream.engine.model import ModelConfig, require_tensor
 from slipstream.engine.ops.layer import layer_shapes
 from slipstream.train.shards import ANSWER, Conversation
 
-SMALL = 0.02  # standard deviation of random first weights, as models of this size are initialised
-FAINT = 0.005  # the same in ``fc``
+INIT_STD = 0.02  # standard deviation of random first weights, as models of this size are initialised
+FC_INIT_STD = 0.005  # the same in ``fc``
 
 Tensors = dict[str, torch.Tensor]
 Counts = NDArray[np.int64]
@@ -98,41 +98,41 @@ def warm_head(target: ModelConfig, tensors: Mapping[str, torch.Tensor], vocabula
               seed: int, device: torch.device) -> Head:
     """A new head of ``layers`` layers with the weights of rule 2. tensors: the target's checkpoint."""
     config, taps = layer_config(target, layers), taps_of(target.num_layers)
-    dice = torch.Generator().manual_seed(seed)
-    made = copied(target, tensors, config, len(taps), vocabulary, dice)
+    rng = torch.Generator().manual_seed(seed)
+    weights = copied_weights(target, tensors, config, len(taps), vocabulary, rng)
     for name in "qkv":  # the first one reads a token beside the state
-        of_states = made[f"{LAYER}.self_attn.{name}_proj.weight"]
-        of_tokens = SMALL * torch.randn(of_states.shape, generator=dice)
-        made[f"{LAYER}.self_attn.{name}_proj.weight"] = torch.cat((of_tokens, of_states), 1)
-    made[f"{LAYER}.hidden_norm.weight"] = made[f"{LAYER}.input_layernorm.weight"]
-    made[f"{LAYER}.input_layernorm.weight"] = torch.ones(config.hidden_size)
-    return placed(target, tensors, config, taps, made, vocabulary, device)
+        state_weight = weights[f"{LAYER}.self_attn.{name}_proj.weight"]
+        token_weight = INIT_STD * torch.randn(state_weight.shape, generator=rng)
+        weights[f"{LAYER}.self_attn.{name}_proj.weight"] = torch.cat((token_weight, state_weight), 1)
+    weights[f"{LAYER}.hidden_norm.weight"] = weights[f"{LAYER}.input_layernorm.weight"]
+    weights[f"{LAYER}.input_layernorm.weight"] = torch.ones(config.hidden_size)
+    return place_head(target, tensors, config, taps, weights, vocabulary, device)
 
 
-def copied(target: ModelConfig, tensors: Mapping[str, torch.Tensor], config: ModelConfig, num_taps: int,
-           vocabulary: torch.Tensor, dice: torch.Generator) -> Tensors:
+def copied_weights(target: ModelConfig, tensors: Mapping[str, torch.Tensor], config: ModelConfig, num_taps: int,
+                   vocabulary: torch.Tensor, rng: torch.Generator) -> Tensors:
     """The first weights of heads of any kind: the target's last layers, as many as ``config`` has (with norms of
     queries and keys if both have them), its norm, its ``lm_head`` over ``vocabulary``, and ``fc`` (rule 2)."""
     hidden, shared = config.hidden_size, replace(config, qk_norm=config.qk_norm and target.qk_norm)
 
-    def own(name: str, *shape: int) -> torch.Tensor:
+    def copy_of(name: str, *shape: int) -> torch.Tensor:
         return require_tensor(tensors, name, *shape).float().clone()
 
-    fc = FAINT * torch.randn(hidden, num_taps * hidden, generator=dice)
+    fc = FC_INIT_STD * torch.randn(hidden, num_taps * hidden, generator=rng)
     fc[:, 2 * hidden : 3 * hidden] += torch.eye(hidden)
-    lm_head = own(EMBEDDING if target.tied_embeddings else HEAD, target.vocab_size, hidden)[vocabulary]
-    made = {"fc.weight": fc, "norm.weight": own("model.norm.weight", hidden), "lm_head.weight": lm_head}
+    lm_head = copy_of(EMBEDDING if target.tied_embeddings else HEAD, target.vocab_size, hidden)[vocabulary]
+    weights = {"fc.weight": fc, "norm.weight": copy_of("model.norm.weight", hidden), "lm_head.weight": lm_head}
     for layer in range(config.num_layers):
-        ours, theirs = f"layers.{layer}", f"model.layers.{max(0, target.num_layers - config.num_layers + layer)}"
-        made |= {name: own(name.replace(ours, theirs, 1), *shape)
-                 for name, shape in layer_shapes(shared, ours).items()}
-    return made
+        own, source = f"layers.{layer}", f"model.layers.{max(0, target.num_layers - config.num_layers + layer)}"
+        weights |= {name: copy_of(name.replace(own, source, 1), *shape)
+                    for name, shape in layer_shapes(shared, own).items()}
+    return weights
 
 
-def placed(target: ModelConfig, tensors: Mapping[str, torch.Tensor], config: ModelConfig, taps: tuple[int, ...],
-           made: Tensors, vocabulary: torch.Tensor, device: torch.device, mask_token: int | None = None) -> Head:
-    """A head with the first weights ``made``, on ``device``."""
-    teacher = made["lm_head.weight"].to(device, copy=True)  # a copy that is not trained
-    trained = {name: tensor.to(device).requires_grad_() for name, tensor in made.items()}
+def place_head(target: ModelConfig, tensors: Mapping[str, torch.Tensor], config: ModelConfig, taps: tuple[int, ...],
+               weights: Tensors, vocabulary: torch.Tensor, device: torch.device, mask_token: int | None = None) -> Head:
+    """A head with the first weights ``weights``, on ``device``."""
+    teacher = weights["lm_head.weight"].to(device, copy=True)  # a copy that is not trained
+    trained = {name: tensor.to(device).requires_grad_() for name, tensor in weights.items()}
     embedding = require_tensor(tensors, EMBEDDING, target.vocab_size, config.hidden_size).to(device, torch.float32)
     return Head(config, taps, trained, vocabulary.to(device), embedding, teacher, target.num_layers, mask_token)

@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.base.errors import ConfigError
-from slipstream.train.places import fresh, named
+from slipstream.train.folders import new_folder, write_errors
 
 FORMAT = 1
 WEIGHTS = "weights"  # the field of an identity with the hash of the target's weights
@@ -67,39 +67,40 @@ class Totals:
 
 class ShardWriter:
     """Collects conversations; ``flush`` writes them as a shard. Several processes may write into one folder if each has
-    its own ``mark`` (lower-case letters), a part of the shards' names."""
+    its own ``suffix`` (lower-case letters) of the shards' names."""
 
-    def __init__(self, folder: Path, identity: Mapping[str, Any], mark: str = "", given: bool = False) -> None:
-        """given: whether the conversations' prompts were given."""
+    def __init__(self, folder: Path, identity: Mapping[str, Any], suffix: str = "",
+                 prompts_given: bool = False) -> None:
+        """prompts_given: whether the conversations' prompts were given."""
         self.folder = folder
-        self._identity, self._mark, self._given = dict(identity), mark, given
-        self._waiting: list[Conversation] = []
-        self.num_waiting = 0  # tokens
+        self._identity, self._suffix, self._prompts_given = dict(identity), suffix, prompts_given
+        self._pending: list[Conversation] = []
+        self.num_pending = 0  # tokens
         folder.mkdir(parents=True, exist_ok=True)
-        self._next = max((_number(path) for path in _places(folder)), default=-1) + 1
+        self._next = max((_number(path) for path in _shard_folders(folder)), default=-1) + 1
 
     def add(self, conversation: Conversation) -> None:
-        self._waiting.append(conversation)
-        self.num_waiting += len(conversation.tokens)
+        self._pending.append(conversation)
+        self.num_pending += len(conversation.tokens)
 
     def flush(self, seconds: float) -> None:
         """Write the collected conversations, if there are any, as one shard. seconds: that it took to make them. Raises
         ConfigError if it cannot be written."""
-        if not self._waiting:
+        if not self._pending:
             return
-        place = self.folder / f"shard-{self._next:05d}{self._mark}"
-        with named("--work", self.folder), fresh(place.with_suffix(".partial")) as partial:
+        path = self.folder / f"shard-{self._next:05d}{self._suffix}"
+        with write_errors("--work", self.folder), new_folder(path.with_suffix(".partial")) as partial:
             self._fill(partial, seconds)
-            partial.rename(place)
+            partial.rename(path)
         self._next += 1
-        self._waiting, self.num_waiting = [], 0
+        self._pending, self.num_pending = [], 0
 
     def _fill(self, partial: Path, seconds: float) -> None:
         for name in ("tokens", "roles", "greedy", "states"):
-            np.save(partial / f"{name}.npy", np.concatenate([getattr(c, name) for c in self._waiting]))
+            np.save(partial / f"{name}.npy", np.concatenate([getattr(c, name) for c in self._pending]))
         entries = [{"number": c.number, "held_out": c.held_out, "temperature": c.temperature, "tokens": len(c.tokens),
-                    "answer_tokens": c.num_answer} for c in self._waiting]
-        index = {"format": FORMAT, "identity": self._identity, "given": self._given, "seconds": seconds,
+                    "answer_tokens": c.num_answer} for c in self._pending]
+        index = {"format": FORMAT, "identity": self._identity, "given": self._prompts_given, "seconds": seconds,
                  "conversations": entries}
         (partial / "index.json").write_text(json.dumps(index), encoding="utf-8")
         for file in partial.iterdir():
@@ -112,15 +113,15 @@ class Shards:
     def __init__(self, folders: Sequence[Path], identity: Mapping[str, Any]) -> None:
         """Raises ConfigError when a shard has another identity, or is incomplete."""
         self._entries: list[tuple[Path, dict[str, Any]]] = []
-        unsaid = {WEIGHTS: identity[WEIGHTS]} if WEIGHTS in identity else {}
-        for place in [place for folder in dict.fromkeys(f.resolve() for f in folders) for place in _places(folder)]:
-            with _whole(place):
-                index = json.loads((place / "index.json").read_text(encoding="utf-8"))
-                made = index["format"], {**unsaid, **index["identity"]}
-            if made != (FORMAT, dict(identity)):
-                raise ConfigError(f"{place}: was made with another target or layout; choose another --work or "
-                                  f"--data, or remove {place.parent}")
-            self._entries.append((place, index))
+        defaults = {WEIGHTS: identity[WEIGHTS]} if WEIGHTS in identity else {}
+        for path in [path for folder in dict.fromkeys(f.resolve() for f in folders) for path in _shard_folders(folder)]:
+            with _read_errors(path):
+                index = json.loads((path / "index.json").read_text(encoding="utf-8"))
+                identified = index["format"], {**defaults, **index["identity"]}
+            if identified != (FORMAT, dict(identity)):
+                raise ConfigError(f"{path}: was made with another target or layout; choose another --work or "
+                                  f"--data, or remove {path.parent}")
+            self._entries.append((path, index))
 
     def numbers(self) -> set[int]:
         """The numbers of all conversations."""
@@ -133,10 +134,10 @@ class Shards:
 
     def temperatures(self) -> dict[float, float]:
         """The share of conversations by the temperature of their answers, ascending."""
-        found = Counter(entry["temperature"] for _, index in self._entries for entry in index["conversations"])
-        return {temperature: found[temperature] / found.total() for temperature in sorted(found)}
+        counts = Counter(entry["temperature"] for _, index in self._entries for entry in index["conversations"])
+        return {temperature: counts[temperature] / counts.total() for temperature in sorted(counts)}
 
-    def given(self) -> set[bool]:
+    def prompts_given(self) -> set[bool]:
         """Whether prompts were given: the values in the shards. Those of older versions have none."""
         return {index["given"] for _, index in self._entries if "given" in index}
 
@@ -148,14 +149,14 @@ class Shards:
     def conversations(self, held_out: bool) -> Iterator[Conversation]:
         """All conversations that are held out, or all others. Their states are views of memory maps, one a shard.
         Raises ConfigError when a shard is incomplete."""
-        for place, index in self._entries:
-            with _whole(place):
-                tokens, roles, greedy = (np.load(place / f"{name}.npy", allow_pickle=False)
+        for path, index in self._entries:
+            with _read_errors(path):
+                tokens, roles, greedy = (np.load(path / f"{name}.npy", allow_pickle=False)
                                          for name in ("tokens", "roles", "greedy"))
-                states = np.load(place / "states.npy", mmap_mode="r", allow_pickle=False)
-                told = sum(entry["tokens"] for entry in index["conversations"])
-                if {told} != set(map(len, (tokens, roles, greedy, states))):
-                    raise ValueError(f"its files do not hold {told} tokens each")
+                states = np.load(path / "states.npy", mmap_mode="r", allow_pickle=False)
+                num_tokens = sum(entry["tokens"] for entry in index["conversations"])
+                if {num_tokens} != set(map(len, (tokens, roles, greedy, states))):
+                    raise ValueError(f"its files do not hold {num_tokens} tokens each")
             first = 0
             for entry in index["conversations"]:
                 rows = slice(first, first + entry["tokens"])
@@ -166,27 +167,27 @@ class Shards:
 
 
 @contextmanager
-def _whole(place: Path) -> Iterator[None]:
+def _read_errors(path: Path) -> Iterator[None]:
     """A context in which errors of reading an incomplete shard become a ConfigError that names it."""
     try:
         yield
     except (OSError, EOFError, ValueError, LookupError, TypeError) as error:
-        raise ConfigError(f"{place} is no whole shard: {error!r}; copy it again, or remove it, and the same command "
+        raise ConfigError(f"{path} is no whole shard: {error!r}; copy it again, or remove it, and the same command "
                           "makes its conversations again") from error
 
 
-def remove_halves(folder: Path) -> None:
+def remove_partial(folder: Path) -> None:
     """Remove the partial shards of killed runs. Nobody may write to the folder meanwhile."""
-    for left in folder.glob("*.partial"):
-        shutil.rmtree(left)
+    for partial in folder.glob("*.partial"):
+        shutil.rmtree(partial)
 
 
-def _places(folder: Path) -> list[Path]:
+def _shard_folders(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("shard-*") if path.suffix != ".partial")
 
 
-def _number(place: Path) -> int:
-    return int(place.name.removeprefix("shard-").rstrip(ascii_lowercase))
+def _number(path: Path) -> int:
+    return int(path.name.removeprefix("shard-").rstrip(ascii_lowercase))
 
 
 def _sync(file: Path) -> None:

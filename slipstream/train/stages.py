@@ -31,23 +31,24 @@ from slipstream.engine.runner import threads
 from slipstream.models.folder import read_json, weights_hash
 from slipstream.train.block_head import BLOCK, mask_token, warm_block_head
 from slipstream.train.card import card
-from slipstream.train.checkpoint import Checkpoint, newest, save
+from slipstream.train.checkpoint import Checkpoint, load_newest, save
 from slipstream.train.collect import collect, identity_of
-from slipstream.train.dialogue import numbered, read_prompts
+from slipstream.train.dialogue import number_prompts, read_prompts
 from slipstream.train.evaluate import MAX_PROMPT, evaluate, prompts_of
 from slipstream.train.export import export
 from slipstream.train.fit import Progress, Training
+from slipstream.train.folders import check_out, check_work, lock_folder, write_errors
 from slipstream.train.head import Head, answer_counts, coverage, draft_vocabulary, warm_head
-from slipstream.train.places import alone, check_out, check_work, named
 from slipstream.train.plot import curves
 from slipstream.train.recipe import Recipe
 from slipstream.train.shards import WEIGHTS, Shards, Totals
 
 VOCABULARY, MASK = "vocabulary", "mask"  # among a checkpoint's tensors
 DRAFTERS: Mapping[str, Literal["eagle3", "block"]] = {"eagle3": "eagle3", "dspark": "block"}  # kind -> draft.drafter
-SHORTEST = 3  # tokens of a conversation: a shorter one has no row to learn
-EVALUATED = 16  # held-out conversations that the evaluation drafts for
-POORER = 0.01  # share of answer tokens: if an old vocabulary covers so much less than a new one would, a line says so
+MIN_TOKENS = 3  # tokens of a conversation: a shorter one has no row to learn
+MAX_EVALUATED = 16  # held-out conversations that the evaluation drafts for
+# Share of answer tokens: if an old vocabulary covers so much less than a new one would, a line says so.
+MAX_COVERAGE_LOSS = 0.01
 
 
 class Watcher(Protocol):
@@ -57,7 +58,7 @@ class Watcher(Protocol):
 
     def training(self, progress: Progress, share: float) -> None: ...
 
-    def say(self, line: str) -> None: ...
+    def log(self, line: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,22 +76,22 @@ def make_head(job: Job, watcher: Watcher) -> Mapping[str, Acceptance]:
     Raises ConfigError, ModelError, CapacityError."""
     config = _config_of(job.target)
     check_work(job.work)
-    with alone(job.work):
-        return _made(job, config, watcher)
+    with lock_folder(job.work):
+        return _run_stages(job, config, watcher)
 
 
-def _made(job: Job, config: ModelConfig, watcher: Watcher) -> Mapping[str, Acceptance]:
+def _run_stages(job: Job, config: ModelConfig, watcher: Watcher) -> Mapping[str, Acceptance]:
     recipe = job.recipe
     if recipe.train:
         check_out(job.out, job.target, job.work)
-    given = set[int]()
+    given_numbers = set[int]()
     if recipe.generate and recipe.prompts is not None:
-        given = {prompt.number for prompt in numbered(read_prompts(recipe.prompts))}
+        given_numbers = {prompt.number for prompt in number_prompts(read_prompts(recipe.prompts))}
     identity = identity_of(job.target, config)
     for folder in job.data:
         if not Shards([folder], identity).numbers():
             raise ConfigError(f"--data: there are no conversations in {folder}; name a folder that was --work before")
-    if recipe.train and newest(*_checkpoints(job, identity)) is None:
+    if recipe.train and load_newest(*_checkpoints(job, identity)) is None:
         _check_begin(job, config)  # errors of either are raised before hours of generation
     if recipe.generate:
         with threads(1 if recipe.processes > 1 else torch.get_num_threads()):
@@ -100,37 +101,37 @@ def _made(job: Job, config: ModelConfig, watcher: Watcher) -> Mapping[str, Accep
     if not totals.conversations:
         raise ConfigError(f"there are no conversations in {job.work}: leave --no-generate out, or name a folder of "
                           "them with --data")
-    watcher.say(f"{totals.conversations} conversations, {totals.tokens} tokens, {totals.answer_tokens} of them "
+    watcher.log(f"{totals.conversations} conversations, {totals.tokens} tokens, {totals.answer_tokens} of them "
                 "in answers")
-    if left := len(given - shards.numbers()):
-        watcher.say(f"{left} of {len(given)} given prompts have no answer: they are too long (--max-prompt), or there "
-                    "was no time or room for them (--minutes, --tokens)")
+    if unanswered := len(given_numbers - shards.numbers()):
+        watcher.log(f"{unanswered} of {len(given_numbers)} given prompts have no answer: they are too long "
+                    "(--max-prompt), or there was no time or room for them (--minutes, --tokens)")
     if not recipe.train:
         return {}
-    head, covered, training = _train(job, config, identity, shards, watcher)
-    if recipe.mean and (began := _earlier(job)) is not None:
-        _take(head, began, 0.5)
+    head, vocabulary_share, training = _train(job, config, identity, shards, watcher)
+    if recipe.mean and (earlier := _read_begin_head(job)) is not None:
+        _move_towards(head, earlier, 0.5)
     dtype = dtype_of(recipe.dtype)
     weights = weights_hash(job.target)
-    with named("--out", job.out):
+    with write_errors("--out", job.out):
         export(head, job.out, dtype, weights=weights)
-    prompts = prompts_of(list(shards.conversations(held_out=True)), EVALUATED)
-    found = _judged(job, prompts, watcher)
-    now = training.progress
-    texts = {"training.svg": curves(now.history),
-             "README.md": card(job.name, head, recipe, shards, covered, now, found, len(prompts))}
-    with named("--out", job.out):
+    prompts = prompts_of(list(shards.conversations(held_out=True)), MAX_EVALUATED)
+    acceptance = _evaluate(job, prompts, watcher)
+    progress = training.progress
+    texts = {"training.svg": curves(progress.history),
+             "README.md": card(job.name, head, recipe, shards, vocabulary_share, progress, acceptance, len(prompts))}
+    with write_errors("--out", job.out):
         export(head, job.out, dtype, texts, weights)
-    return found
+    return acceptance
 
 
-def _judged(job: Job, prompts: Sequence[Sequence[int]], watcher: Watcher) -> Mapping[str, Acceptance]:
+def _evaluate(job: Job, prompts: Sequence[Sequence[int]], watcher: Watcher) -> Mapping[str, Acceptance]:
     """The acceptance of the head on held-out ``prompts``, by tree shape."""
     if not prompts:
-        watcher.say(f"no prompt of at most {MAX_PROMPT} tokens is held out, so what the head gives is not measured; "
+        watcher.log(f"no prompt of at most {MAX_PROMPT} tokens is held out, so what the head gives is not measured; "
                     "slipstream tune --prompts does it")
         return {}
-    watcher.say("drafting for held-out prompts")
+    watcher.log("drafting for held-out prompts")
     recipe = job.recipe
     return evaluate(job.target, job.out, prompts, dtype=recipe.dtype, device=recipe.device,
                     drafter=DRAFTERS[recipe.kind])
@@ -159,44 +160,47 @@ def _checkpoints(job: Job, target: Mapping[str, Any]) -> tuple[Path, dict[str, A
 def _train(job: Job, config: ModelConfig, target: Mapping[str, Any], shards: Shards,
            watcher: Watcher) -> tuple[Head, float, Training]:
     recipe, device = job.recipe, device_of(job.recipe.device)
-    ours, held_out = ([talk for talk in shards.conversations(kept) if len(talk.tokens) >= SHORTEST]
-                      for kept in (False, True))
-    if not ours:
+    training_set, held_out = ([c for c in shards.conversations(is_held_out) if len(c.tokens) >= MIN_TOKENS]
+                              for is_held_out in (False, True))
+    if not training_set:
         raise ConfigError("every conversation so far is held out: generate more (--minutes, --tokens)")
-    if not any(np.isin(talk.roles[SHORTEST - 1:recipe.max_rows + 1], recipe.learnt_roles).any() for talk in ours):
+    if not any(np.isin(c.roles[MIN_TOKENS - 1:recipe.max_rows + 1], recipe.learnt_roles).any() for c in training_set):
         raise ConfigError(f"there is nothing to learn: of a conversation the first {recipe.max_rows} tokens are read, "
                           "and no answer begins there; give shorter prompts")
     folder, identity = _checkpoints(job, target)
-    begun = newest(folder, identity)
-    counts, earlier = answer_counts(ours, config.vocab_size), _earlier(job) if begun is None else None
-    if begun is not None:
-        vocabulary = begun.tensors[VOCABULARY]
+    checkpoint = load_newest(folder, identity)
+    counts = answer_counts(training_set, config.vocab_size)
+    earlier = _read_begin_head(job) if checkpoint is None else None
+    if checkpoint is not None:
+        vocabulary = checkpoint.tensors[VOCABULARY]
     else:
         vocabulary = draft_vocabulary(counts, recipe.draft_vocab) if earlier is None else earlier.vocabulary
-    covered = coverage(counts, vocabulary)
-    now = coverage(counts, draft_vocabulary(counts, recipe.draft_vocab))
-    poor = begun is not None and recipe.begin is None and now - covered > POORER
-    watcher.say(f"the draft vocabulary of {len(vocabulary)} tokens covers {covered:.1%} of the answers" + (
-        f"; one chosen now would cover {now:.1%}: remove {folder} to train anew with it" if poor else ""))
-    mask = (int(begun.tensors[MASK]) if begun is not None and recipe.kind == "dspark" else earlier.mask_token
+    vocabulary_share = coverage(counts, vocabulary)
+    new_share = coverage(counts, draft_vocabulary(counts, recipe.draft_vocab))
+    poor = checkpoint is not None and recipe.begin is None and new_share - vocabulary_share > MAX_COVERAGE_LOSS
+    watcher.log(f"the draft vocabulary of {len(vocabulary)} tokens covers {vocabulary_share:.1%} of the answers" + (
+        f"; one chosen now would cover {new_share:.1%}: remove {folder} to train anew with it" if poor else ""))
+    mask = (int(checkpoint.tensors[MASK]) if checkpoint is not None and recipe.kind == "dspark" else earlier.mask_token
             if isinstance(earlier, BlockHead) else mask_token(counts))
-    head = _warm(job, config, vocabulary, mask, device)
+    head = _new_head(job, config, vocabulary, mask, device)
     if earlier is not None:
         _check_shape(head, earlier)
-        _take(head, earlier)
-        watcher.say(f"beginning with {recipe.begin}")
-    fixed = {VOCABULARY: vocabulary} | ({} if head.mask_token is None else {MASK: torch.tensor(head.mask_token)})
+        _move_towards(head, earlier)
+        watcher.log(f"beginning with {recipe.begin}")
+    extra_tensors = {VOCABULARY: vocabulary}
+    if head.mask_token is not None:
+        extra_tensors[MASK] = torch.tensor(head.mask_token)
     with threads(1 if recipe.processes > 1 else torch.get_num_threads()):
-        training = Training(head, recipe, ours, held_out, _saver(folder, fixed, identity))
-        if begun is not None:
-            training.resume(begun)
-            watcher.say(f"going on at step {training.progress.step}")
-        talked_s = Shards([job.work], target).totals().seconds  # what --data took was another run's
-        training.run(recipe.train_seconds(talked_s), watcher.training)
-    return head, covered, training
+        training = Training(head, recipe, training_set, held_out, _checkpoint_writer(folder, extra_tensors, identity))
+        if checkpoint is not None:
+            training.resume(checkpoint)
+            watcher.log(f"going on at step {training.progress.step}")
+        generated_s = Shards([job.work], target).totals().seconds  # what --data took was another run's
+        training.run(recipe.train_seconds(generated_s), watcher.training)
+    return head, vocabulary_share, training
 
 
-def _warm(job: Job, config: ModelConfig, vocabulary: torch.Tensor, mask: int, device: torch.device) -> Head:
+def _new_head(job: Job, config: ModelConfig, vocabulary: torch.Tensor, mask: int, device: torch.device) -> Head:
     """A new head with first weights from the target. mask: the mask token of a DSpark head."""
     recipe, tensors = job.recipe, with_embedding(config, load_tensors(job.target))
     if recipe.kind == "dspark":
@@ -204,7 +208,7 @@ def _warm(job: Job, config: ModelConfig, vocabulary: torch.Tensor, mask: int, de
     return warm_head(config, tensors, vocabulary, recipe.layers, recipe.seed, device)
 
 
-def _earlier(job: Job) -> EagleHead | BlockHead | None:
+def _read_begin_head(job: Job) -> EagleHead | BlockHead | None:
     """The head whose weights training begins with; None: the target's. Raises ModelError, ConfigError."""
     begin = job.recipe.begin
     if begin is None:
@@ -214,10 +218,10 @@ def _earlier(job: Job) -> EagleHead | BlockHead | None:
 
 def _check_begin(job: Job, config: ModelConfig) -> None:
     """Raises ModelError or ConfigError if training cannot begin with the recipe's earlier head."""
-    earlier = _earlier(job)
+    earlier = _read_begin_head(job)
     if earlier is not None:
         mask = earlier.mask_token if isinstance(earlier, BlockHead) else 0
-        _check_shape(_warm(job, config, earlier.vocabulary, mask, torch.device("cpu")), earlier)
+        _check_shape(_new_head(job, config, earlier.vocabulary, mask, torch.device("cpu")), earlier)
 
 
 def _check_shape(head: Head, earlier: EagleHead | BlockHead) -> None:
@@ -227,33 +231,33 @@ def _check_shape(head: Head, earlier: EagleHead | BlockHead) -> None:
     if isinstance(earlier, BlockHead) and (
             not earlier.from_anchor or (earlier.block_size, earlier.markov) != (BLOCK, "vanilla")):
         raise ConfigError(f"--begin: it is not one of blocks of {BLOCK} from the anchor with a vanilla markov head")
-    turned = ("rope_theta", "rope_scaling", "norm_eps")
-    if any(getattr(earlier.config, name) != getattr(head.config, name) for name in turned):
-        raise ConfigError(f"--begin: {', '.join(turned)} must be those of the target")
+    rotary = ("rope_theta", "rope_scaling", "norm_eps")
+    if any(getattr(earlier.config, name) != getattr(head.config, name) for name in rotary):
+        raise ConfigError(f"--begin: {', '.join(rotary)} must be those of the target")
     if isinstance(earlier, EagleHead) and (earlier.norm_before_residual or earlier.norm_output):
         raise ConfigError("--begin: it norms its states otherwise than heads that are trained here")
     shapes = {name: tuple(t.shape) for name, t in earlier.tensors.items()
               if t.is_floating_point() and name != "embed_tokens.weight"}
-    further = _further(head, earlier)
-    for name in sorted(shapes.keys() | head.tensors.keys() - further):
+    added = _added_tensors(head, earlier)
+    for name in sorted(shapes.keys() | head.tensors.keys() - added):
         wanted = tuple(head.tensors[name].shape) if name in head.tensors else None
         if shapes.get(name) != wanted:
             raise ConfigError(f"--begin: {name}: expected {wanted or 'no such tensor'}, found {shapes.get(name)}")
 
 
-def _take(head: Head, earlier: EagleHead | BlockHead, share: float = 1.0) -> None:
+def _move_towards(head: Head, earlier: EagleHead | BlockHead, share: float = 1.0) -> None:
     """Move the head's weights towards the earlier one's by ``share``; 1: copy them. A mean of both (0.5) is after
     Wortsman et al., arXiv 2109.01903."""
-    further = _further(head, earlier)
+    added = _added_tensors(head, earlier)
     with torch.no_grad():
         for name, tensor in head.tensors.items():
-            if name not in further:
+            if name not in added:
                 tensor.lerp_(earlier.tensors[name].to(tensor), share)
             elif share == 1.0 and name.endswith(("o_proj.weight", "down_proj.weight")):
                 tensor.zero_()
 
 
-def _further(head: Head, earlier: EagleHead | BlockHead) -> set[str]:
+def _added_tensors(head: Head, earlier: EagleHead | BlockHead) -> set[str]:
     """The tensors of layers that the earlier head does not have. At first these layers add nothing, so the new head
     begins with the earlier one's outputs."""
     if head.mask_token is not None or earlier.config.num_layers >= head.config.num_layers:
@@ -262,10 +266,11 @@ def _further(head: Head, earlier: EagleHead | BlockHead) -> set[str]:
     return {name for name in head.tensors if name.startswith(tuple(f"layers.{layer}." for layer in added))}
 
 
-def _saver(folder: Path, fixed: dict[str, torch.Tensor],
+def _checkpoint_writer(folder: Path, extra_tensors: dict[str, torch.Tensor],
            identity: dict[str, Any]) -> Callable[[int, Checkpoint], None]:
     def write(step: int, checkpoint: Checkpoint) -> None:
-        save(folder, step, Checkpoint(checkpoint.tensors | fixed, checkpoint.optimizer, checkpoint.state), identity)
+        tensors = checkpoint.tensors | extra_tensors
+        save(folder, step, Checkpoint(tensors, checkpoint.optimizer, checkpoint.state), identity)
 
     return write
 

@@ -1,7 +1,7 @@
-"""Talking: the target generates conversations, which are written as shards. Several processes can do it in parallel.
+"""The target generates conversations, which are written as shards. Several processes can do it in parallel.
 
 Rules:
-1. Process ``rank`` makes the plans whose place has the remainder ``rank`` when divided by the number of processes. So
+1. Process ``rank`` makes the plans whose index has the remainder ``rank`` when divided by the number of processes. So
    processes need not communicate about plans, and an interrupted run can be resumed with any number of them.
 2. Each process writes its own shards. The seconds of a shard are divided by the number of processes, so their sum over
    a folder is elapsed time.
@@ -30,14 +30,14 @@ import torch
 from slipstream.base.errors import CapacityError, SlipstreamError
 from slipstream.engine.model import CausalModel
 from slipstream.engine.runner import ModelRunner
-from slipstream.train.dialogue import Plan, Prompt, Turns, plan_of
-from slipstream.train.generate import Generator, slots_at_most
+from slipstream.train.dialogue import Plan, Prompt, TurnTemplate, make_plan
+from slipstream.train.generate import Generator, max_slots
 from slipstream.train.recipe import Recipe
 from slipstream.train.shards import Shards, ShardWriter
 
 SHARD_TOKENS = 16384
-SLOTS_PER_TALK = 512
-LOOK_EVERY_S = 1.0  # how often the first process, waiting for the others, checks whether there is enough
+SLOTS_PER_CONVERSATION = 512
+POLL_EVERY_S = 1.0  # how often the first process, waiting for the others, checks whether there is enough
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Task:
     """The arguments that all processes share."""
 
     model: CausalModel
-    turns: Turns
+    template: TurnTemplate
     prompts: Sequence[Prompt] | None
     folder: Path
     identity: Mapping[str, Any]
@@ -53,53 +53,54 @@ class Task:
 
     def plans(self, rank: int) -> Iterator[Plan]:
         """The plans of process ``rank``, without those whose conversations are in the folder."""
-        made = Shards([self.folder], self.identity).numbers()
-        for place in count(rank, self.recipe.processes):
-            plan = plan_of(place, self.recipe.seed, self.prompts, self.turns.plain)
+        done = Shards([self.folder], self.identity).numbers()
+        for index in count(rank, self.recipe.processes):
+            plan = make_plan(index, self.recipe.seed, self.prompts, self.template.no_chat_template)
             if plan is None:
                 return
-            if plan.number not in made:
+            if plan.number not in done:
                 yield plan
 
 
-def talk(task: Task, rank: int, enough: Callable[[int, int], bool]) -> None:
+def generate_shards(task: Task, rank: int, enough: Callable[[int, int], bool]) -> None:
     """Make the conversations of process ``rank`` until there are no more plans, or ``enough`` returns True. It is
     called after each step with two numbers of tokens: finished but not written yet, and of running conversations, which
     are kept as they are at the end."""
     recipe = task.recipe
-    longest = min(task.model.config.max_context, slots_at_most(task.turns, recipe.limits, task.prompts))
-    runner = ModelRunner(task.model, recipe.conversations_at_once * SLOTS_PER_TALK + longest)
+    max_conversation = min(task.model.config.max_context, max_slots(task.template, recipe.limits, task.prompts))
+    runner = ModelRunner(task.model, recipe.conversations_at_once * SLOTS_PER_CONVERSATION + max_conversation)
     runner.set_taps(tuple(task.identity["layers"]))
-    generator = Generator(runner, task.turns, task.plans(rank), recipe.conversations_at_once, recipe.limits,
+    generator = Generator(runner, task.template, task.plans(rank), recipe.conversations_at_once, recipe.limits,
                           recipe.seed + rank)
     writer = ShardWriter(task.folder, task.identity, ascii_lowercase[rank] if rank else "",
                          task.prompts is not None)
-    began, over = time.monotonic(), False
-    while not over and generator.running:
+    began, is_enough = time.monotonic(), False
+    while not is_enough and generator.has_work:
         for conversation in generator.step():
             writer.add(conversation)
-        over = enough(writer.num_waiting, generator.num_running)
-        spent = time.monotonic() - began
-        if writer.num_waiting >= SHARD_TOKENS or (writer.num_waiting and spent >= recipe.save_every_s):
-            writer.flush(spent / recipe.processes)
+        is_enough = enough(writer.num_pending, generator.num_active_tokens)
+        elapsed = time.monotonic() - began
+        if writer.num_pending >= SHARD_TOKENS or (writer.num_pending and elapsed >= recipe.save_every_s):
+            writer.flush(elapsed / recipe.processes)
             began = time.monotonic()
     for conversation in generator.stop():
         writer.add(conversation)
     writer.flush((time.monotonic() - began) / recipe.processes)
 
 
-class Others:
+class OtherProcesses:
     """The processes beside the first one."""
 
     def __init__(self, task: Task) -> None:
         context = multiprocessing.get_context("fork")
         self._processes, self._pipes = [], list[Connection]()
         for rank in range(1, task.recipe.processes):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_follow, args=(task, rank, theirs, [*self._pipes, ours]), daemon=True)
+            own_end, worker_end = context.Pipe()
+            arguments = task, rank, worker_end, [*self._pipes, own_end]
+            process = context.Process(target=_worker_main, args=arguments, daemon=True)
             process.start()
-            theirs.close()
-            self._pipes.append(ours)
+            worker_end.close()
+            self._pipes.append(own_end)
             self._processes.append(process)
 
     @property
@@ -119,18 +120,18 @@ class Others:
         while running := [process.sentinel for process in self._processes if process.is_alive()]:
             if self._pipes and (self.failed or enough()):
                 self.stop()
-            wait(running, LOOK_EVERY_S)
+            wait(running, POLL_EVERY_S)
         if self.failed:
             raise CapacityError("a process that talks has ended, for want of memory perhaps, if it did not say why; "
                                 "what it finished is kept: go on with the same command and fewer --threads")
 
 
-def _follow(task: Task, rank: int, pipe: Connection, inherited: Sequence[Connection]) -> None:
-    for end in inherited:  # open copies would hide the end of the first process
-        end.close()
+def _worker_main(task: Task, rank: int, pipe: Connection, inherited: Sequence[Connection]) -> None:
+    for connection in inherited:  # open copies would hide the end of the first process
+        connection.close()
     torch.set_num_threads(1)
     try:
-        talk(task, rank, lambda waiting, running: pipe.poll())
+        generate_shards(task, rank, lambda pending, running: pipe.poll())
     except KeyboardInterrupt:
         return  # the first process is interrupted too, and says so
     except SlipstreamError as error:

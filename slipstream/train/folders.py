@@ -30,7 +30,7 @@ LOCK = "lock"  # a file beside what is made
 
 
 @contextmanager
-def named(option: str, folder: Path) -> Iterator[None]:
+def write_errors(option: str, folder: Path) -> Iterator[None]:
     """A context in which an OSError or SafetensorError becomes a ConfigError about ``option``."""
     try:
         yield
@@ -40,7 +40,7 @@ def named(option: str, folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def fresh(folder: Path) -> Iterator[Path]:
+def new_folder(folder: Path) -> Iterator[Path]:
     """A context with ``folder``, made anew and empty; it is removed if the context fails."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -53,13 +53,13 @@ def fresh(folder: Path) -> Iterator[Path]:
 
 def check_work(folder: Path) -> None:
     """Make ``folder`` and write into it. Raises ConfigError."""
-    with named("--work", folder):
+    with write_errors("--work", folder):
         folder.mkdir(parents=True, exist_ok=True)
-        _try(folder)
+        _check_writable(folder)
 
 
 @contextmanager
-def alone(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path) -> Iterator[None]:
     """A context in which no other run works in ``folder``, which must exist. Raises ConfigError if one does."""
     with (folder / LOCK).open("a") as file:
         try:
@@ -78,18 +78,18 @@ def check_out(folder: Path, target: Path, work: Path) -> None:
     for taken, what in ((target, "the target's own folder"), (work, "the folder of --work")):
         if folder.resolve() == taken.resolve():
             raise ConfigError(f"--out: {folder} is {what}; choose another folder")
-    with named("--out", folder):
+    with write_errors("--out", folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        _try(folder.parent)
+        _check_writable(folder.parent)
         if not folder.exists():
             return
         if any(folder.iterdir()) and not made_for(folder):
             raise ConfigError(f"--out: {folder} holds other things than a head made here, and files of theirs would be "
                               "replaced; choose a new or an empty folder")
-        _try(folder)
+        _check_writable(folder)
 
 
-def _try(folder: Path) -> None:
+def _check_writable(folder: Path) -> None:
     """Raises OSError if no file can be made in ``folder``. It makes one: permissions alone do not tell (a read-only
     disk)."""
     with tempfile.TemporaryFile(dir=folder):
