@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 import pytest
+from structlog.testing import capture_logs
 
 from router_service.admission import FollowedAnswer, PoolFallback
 from slipstream.base.config import PolicySection
@@ -159,6 +160,21 @@ async def left_for(world: World) -> None:
     while world.fallback.mode is Mode.SPECULATE or world.fallback.probing:
         await world.step()
     world.pool.accepted, world.pool.wait_s = 3, 0.001
+
+
+async def test_a_log_says_when_a_pool_was_left_and_come_back_to_and_why() -> None:
+    with capture_logs() as lines:
+        world = await prepared(4)
+        assert not lines, "nothing changed yet"
+        await left_for(world)
+        await world.run(PROBE_MAX_S + 5.0)
+    begun, ended = (line for line in lines if line["part"] == "fallback" and line["event"] == "mode changed")
+    assert (begun["before"], begun["after"], ended["before"], ended["after"]) == (
+        "speculate", "shadow", "shadow", "speculate")
+    assert (begun["reason"], ended["reason"]) == ("acceptance_low", "probe_ok"), f"{begun}, {ended}"
+    for line in (begun, ended):
+        assert (line["scope"], line["answers"], round(line["plain_ms"])) == ("pool", 5, 10)
+    assert begun["gain"] < ended["gain"]
 
 
 async def test_a_time_without_answers_fails_no_probe() -> None:
