@@ -28,7 +28,7 @@ OVERLOADED = f'sum by ({WHERE}) (rate(slipstream_request_errors_total{{type="ove
 class Alert:
     name: str
     expression: str
-    lasting: str
+    duration: str
     severity: Literal["critical", "warning"]
     summary: str
     description: str
@@ -100,7 +100,7 @@ ALERTS = (
 
 def rules_yaml() -> str:
     """The alerts as a Prometheus rules file (YAML) with one group."""
-    rules = [{"alert": alert.name, "expr": alert.expression, "for": alert.lasting,
+    rules = [{"alert": alert.name, "expr": alert.expression, "for": alert.duration,
               "labels": {"severity": alert.severity}, "annotations": alert.annotations} for alert in ALERTS]
     return HEAD + yaml.safe_dump({"groups": [{"name": "slipstream", "rules": rules}]}, sort_keys=False, width=120,
                                  allow_unicode=True)

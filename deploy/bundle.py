@@ -3,7 +3,7 @@
 Rules:
 1. Packages are those of ``PACKAGES``, in the versions of ``requirements.lock``, for Python 3.12 on x86-64 Linux; they
    lie below ``site``, which ``make gpu`` puts on PYTHONPATH where there is no ``.venv``. The code that is made from
-   ``proto`` goes along. The archive is unpacked in the root of a checkout, and has at most ``MOST_BYTES``.
+   ``proto`` goes along. The archive is unpacked in the root of a checkout, and has at most ``MAX_BYTES``.
 2. Everything else is expected there: ``EXPECTED``, and what those need.
 3. ``--rehearse`` makes it for this Python, unpacks it in an empty folder beside what git tracks, and runs the stages
    there on a CPU, with nothing else of this environment than what is expected.
@@ -34,7 +34,7 @@ from importlib import metadata
 from pathlib import Path
 
 from bench.gpu.stages import STAGES
-from deploy.gpu_kernels import NVML, TVM, check, compiled
+from deploy.gpu_kernels import NVML, TVM, check, compile_libraries
 from slipstream.base.config import ModelSection
 from slipstream.models.folder import KNOWN, packaged_file
 
@@ -42,20 +42,20 @@ PACKAGES = ("annotated-types", "gguf", "grpcio", "grpcio-health-checking", "grpc
             "prometheus-client", "protobuf", "pydantic", "pydantic_core", "structlog", "typing_extensions",
             "typing_inspection")
 EXPECTED = ("torch", "numpy", "safetensors", "tokenizers", "psutil", "PyYAML", "rich", "jinja2", "pytest", "scipy")
-MADE = Path("slipstream/v1")  # from proto
-MOST_BYTES = 36 << 20
+GENERATED = Path("slipstream/v1")  # code, from proto
+MAX_BYTES = 36 << 20
 PLATFORMS = ("manylinux_2_31_x86_64", "manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 FOLDER = Path("build/gpu-bundle")
 GPUS = "9.0a"  # compute capabilities
 
 
 def pinned(lock: str, packages: Sequence[str]) -> list[str]:
-    """``NAME==VERSION`` of each package. Raises KeyError for one that the lock file does not have."""
-    versions = {plain(name): version for name, version in re.findall(r"^([\w.-]+)==(\S+)", lock, re.MULTILINE)}
-    return [f"{name}=={versions[plain(name)]}" for name in packages]
+    """``NAME==VERSION`` of each package. Raises KeyError for one that is not in the lock file."""
+    versions = {normalized(name): version for name, version in re.findall(r"^([\w.-]+)==(\S+)", lock, re.MULTILINE)}
+    return [f"{name}=={versions[normalized(name)]}" for name in packages]
 
 
-def plain(name: str) -> str:
+def normalized(name: str) -> str:
     """The normalized name of a package, as pip compares names."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
@@ -72,17 +72,17 @@ def fetch(requirements: Sequence[str], site: Path, python: str = "3.12") -> None
                 archive.extractall(site)
 
 
-def build(folder: Path) -> Path:
-    """The archive ``flashinfer.tar`` in ``folder``: a slim package with prebuilt kernels."""
-    builder = folder.with_name("gpu-kernels").resolve()  # what travels is in the folder, and this is not
-    archive = _pack(builder, compiled(builder, GPUS), folder / "flashinfer.tar")
+def build_flashinfer(folder: Path) -> Path:
+    """Make the archive ``flashinfer.tar`` in ``folder``: a slim package with prebuilt kernels."""
+    builder = folder.with_name("gpu-kernels").resolve()  # outside of the folder, which is packed
+    archive = _pack(builder, compile_libraries(builder, GPUS), folder / "flashinfer.tar")
     with tempfile.TemporaryDirectory() as place, tarfile.open(archive) as packed:
         packed.extractall(place, filter="data")
         check(builder, Path(place), GPUS)
     return archive
 
 
-def wanted(package: Path) -> Iterator[Path]:
+def flashinfer_files(package: Path) -> Iterator[Path]:
     """The files of an installed ``flashinfer`` that go along, relative to it (rule 5)."""
     for file in sorted(package.rglob("*")):
         path = file.relative_to(package)
@@ -96,49 +96,50 @@ def wanted(package: Path) -> Iterator[Path]:
 def _pack(builder: Path, libraries: Sequence[Path], archive: Path) -> Path:
     package = builder / "flashinfer"
     with tarfile.open(archive, "w") as out:
-        for path in wanted(package):
+        for path in flashinfer_files(package):
             out.add(package / path, Path("flashinfer") / path)
         for library in libraries:
             out.add(library, Path("flashinfer/data/aot") / library.stem / library.name)
     return archive
 
 
-def pack(folder: Path, made: Path, archive: Path, most: int = MOST_BYTES) -> Path:
-    """One archive of ``folder`` and what is made from proto, as they lie in the root of a checkout. Raises SystemExit
-    where it is larger than ``most`` bytes."""
+def pack(folder: Path, generated: Path, archive: Path, max_bytes: int = MAX_BYTES) -> Path:
+    """One archive of ``folder`` and the generated code, by their paths in a checkout. Raises SystemExit where it is
+    larger than ``max_bytes``."""
     with tarfile.open(archive, "w:xz") as out:
         out.add(folder, FOLDER)
-        for file in sorted(made.glob("*.py")):
-            out.add(file, MADE / file.name)
+        for file in sorted(generated.glob("*.py")):
+            out.add(file, GENERATED / file.name)
     size = archive.stat().st_size
-    if size > most:
-        raise SystemExit(f"{archive}: {size / 2**20:.1f} MiB, and at most {most / 2**20:.0f} can travel")
+    if size > max_bytes:
+        raise SystemExit(f"{archive}: {size / 2**20:.1f} MiB, and at most {max_bytes / 2**20:.0f} can travel")
     print(f"{archive}: {size / 2**20:.1f} MiB, to be unpacked in the root of a checkout")
     return archive
 
 
-def expected(names: Sequence[str]) -> set[str]:
-    """The names of distributions and of all their dependencies."""
+def with_dependencies(names: Sequence[str]) -> set[str]:
+    """The normalized names of these packages and of all their dependencies, as far as they are installed."""
     found: set[str] = set()
     pending = list(names)
     while pending:
-        name = plain(pending.pop())
+        name = normalized(pending.pop())
         if name not in found:
             with suppress(metadata.PackageNotFoundError):
-                needs = metadata.requires(name) or []
+                requirements = metadata.requires(name) or []
                 found.add(name)
-                pending += [re.split(r"[^\w.-]", need)[0] for need in needs if "extra ==" not in need]
+                pending += [re.split(r"[^\w.-]", requirement)[0] for requirement in requirements
+                            if "extra ==" not in requirement]
     return found
 
 
 def rehearse(archive: Path, options: Sequence[str]) -> int:
     """Unpack it in an empty folder beside what git tracks, and run ``make gpu`` there. Returns the exit code."""
     with tempfile.TemporaryDirectory() as place:
-        checkout, beside = Path(place) / "checkout", Path(place) / "beside"
-        beside.mkdir()
-        for name in expected(EXPECTED):
+        checkout, site = Path(place) / "checkout", Path(place) / "beside"
+        site.mkdir()
+        for name in with_dependencies(EXPECTED):
             for file in metadata.files(name) or []:
-                top = beside / file.parts[0]
+                top = site / file.parts[0]
                 if file.parts[0] not in ("..", "__pycache__") and not top.exists():
                     top.symlink_to(Path(str(file.locate())).parents[len(file.parts) - 1] / file.parts[0])
         tracked = subprocess.run(["git", "ls-files", "-z"], capture_output=True, check=True).stdout.decode().split("\0")
@@ -147,9 +148,9 @@ def rehearse(archive: Path, options: Sequence[str]) -> int:
             shutil.copy(name, checkout / name)
         with tarfile.open(archive) as packed:
             packed.extractall(checkout, filter="data")
-        world = [f"HOME={place}", f"PATH={os.defpath}",  # a compiler calls others by it
-                 f"PYTHONPATH={checkout / FOLDER / 'site'}:{beside}"]
-        command = ["env", "-i", *world, sys.executable, "-S", "-m", "bench.gpu", "--device", "cpu", "--rehearse",
+        environment = [f"HOME={place}", f"PATH={os.defpath}",  # a compiler calls others by it
+                       f"PYTHONPATH={checkout / FOLDER / 'site'}:{site}"]
+        command = ["env", "-i", *environment, sys.executable, "-S", "-m", "bench.gpu", "--device", "cpu", "--rehearse",
                    "--repeats", "1", *options]
         return subprocess.run(command, cwd=checkout, check=False).returncode
 
@@ -170,13 +171,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         fetch(pinned(Path("requirements.lock").read_text(encoding="utf-8"), PACKAGES), site, python)
         if options.flashinfer:
             fetch([TVM, NVML], site)
-            build(folder)
+            build_flashinfer(folder)
         if options.model:
             known = KNOWN[ModelSection().path]
             (site / known.package).mkdir(exist_ok=True)
             shutil.copy(packaged_file(known), site / known.package / known.file)
         archive = folder.with_name("gpu-bundle.tar.xz")
-        pack(folder, MADE, archive, sys.maxsize if options.model else MOST_BYTES)  # a model travels another way
+        pack(folder, GENERATED, archive, sys.maxsize if options.model else MAX_BYTES)  # a model travels another way
         if options.rehearse is not None:
             names = options.rehearse or " ".join(name for name in STAGES if name != "suite")
             sys.exit(rehearse(archive, ["--stages", names]))

