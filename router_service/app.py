@@ -67,7 +67,7 @@ from slipstream import __version__
 from slipstream.base.errors import InvalidRequest, SlipstreamError, TooLarge
 from slipstream.observe.log import logger
 from slipstream.observe.spans import HEADER
-from slipstream.protocol.chat import BODY_S, MAX_BODY_BYTES
+from slipstream.protocol.chat import BODY_TIMEOUT_S, MAX_BODY_BYTES
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
@@ -252,13 +252,13 @@ class Surface:
             raise InvalidRequest("body", f"is encoded as {coding[:20]!r}; send it as it is", "invalid_encoding")
         data = bytearray()
         try:
-            async with asyncio.timeout(BODY_S):
+            async with asyncio.timeout(BODY_TIMEOUT_S):
                 async for chunk in request.stream():
                     data += chunk
                     if len(data) > MAX_BODY_BYTES:
                         raise TooLarge("body", f"is larger than {MAX_BODY_BYTES} bytes", "request_too_large")
         except TimeoutError:
-            raise InvalidRequest("body", f"did not arrive within {BODY_S:g} s") from None
+            raise InvalidRequest("body", f"did not arrive within {BODY_TIMEOUT_S:g} s") from None
         await self._gateway.lanes.wait_to_parse(len(data))
         return read_body(data), UnknownFields(self._gateway.strict)
 

@@ -21,7 +21,7 @@ Rules:
 7. Connections and requests have separate limits. There may be more than twice as many connections as requests, half of
    them from one address; beyond that, the connection that has kept the server waiting longest is closed, whether before
    a request, in a head or in a body. A request that has arrived whole is never cut off. Beyond ``requests`` whole ones,
-   further requests get 429, except probes. Bodies of unanswered requests have ``MOST_BODIES`` bytes together; beyond
+   further requests get 429, except probes. Bodies of unanswered requests have ``MAX_BODIES_BYTES`` together; beyond
    that, of the bodies larger than a connection's share the one that has been arriving for longest is closed, if its
    tenant holds more than its part; an eighth more is kept for other tenants. So large waiting bodies keep no small
    request out.
@@ -56,7 +56,7 @@ from slipstream.base.clients import ClientTracker
 from slipstream.base.errors import CapacityError, Unavailable
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import RouterMetrics
-from slipstream.protocol.chat import MOST_BODIES, STALL_S
+from slipstream.protocol.chat import MAX_BODIES_BYTES, STALL_S
 
 MAX_HEADER_BYTES = 32 << 10
 MAX_WAITING = 16
@@ -102,7 +102,7 @@ class ConnectionLimits:
         self._retry_after_s = retry_after_s
         self._body_bytes: dict[Connection, int] = {}  # received, of requests that are not answered
         self._large_uploads: dict[Connection, None] = {}  # bodies beyond their share, incomplete, the oldest first
-        self._share_bytes = MOST_BODIES // max_connections
+        self._share_bytes = MAX_BODIES_BYTES // max_connections
         self._tenant_bytes = Counter[str]()
         self._total_bytes = 0
         metrics.connections(lambda: self.clients.num_idle, lambda: self.clients.num_busy)
@@ -120,7 +120,7 @@ class ConnectionLimits:
         self._count_bytes(connection.tenant_id, num_bytes)
         if evictable and self._body_bytes[connection] > self._share_bytes:
             self._large_uploads[connection] = None
-        while self._total_bytes > MOST_BODIES and (evicted := self._upload_to_evict()) is not None:
+        while self._total_bytes > MAX_BODIES_BYTES and (evicted := self._upload_to_evict()) is not None:
             self.release_body(evicted)
             self._evict(evicted, "bodies")
 
@@ -132,10 +132,10 @@ class ConnectionLimits:
             self._count_bytes(tenant_id, num_bytes)
 
     def _upload_to_evict(self) -> Connection | None:
-        per_tenant = MOST_BODIES // max(1, len(self._tenant_bytes))
+        per_tenant = MAX_BODIES_BYTES // max(1, len(self._tenant_bytes))
         uploads = self._large_uploads
         oldest = next((upload for upload in uploads if self._tenant_bytes[upload.tenant_id] > per_tenant), None)
-        return oldest or (next(iter(uploads), None) if self._total_bytes > MOST_BODIES * 9 // 8 else None)
+        return oldest or (next(iter(uploads), None) if self._total_bytes > MAX_BODIES_BYTES * 9 // 8 else None)
 
     def _count_bytes(self, tenant_id: str, num_bytes: int) -> None:
         self._total_bytes += num_bytes

@@ -53,7 +53,7 @@ from slipstream.observe.metrics import RouterMetrics
 from slipstream.observe.spans import Span, Spans, well_formed
 from slipstream.protocol.chat import Begun, Usage
 from slipstream.protocol.identity import Identity
-from slipstream.protocol.requests import MAX_BAD_WORD, MAX_SCORES, WITHIN, Request, TargetInfo
+from slipstream.protocol.requests import MAX_BAD_WORD_TOKENS, MAX_SCORES, NAMESPACE_SEPARATOR, Request, TargetInfo
 
 MAX_N = 128  # answers that one request may ask for to each of its prompts
 MAX_ANSWERS = 1024  # to all of its prompts
@@ -359,8 +359,8 @@ class Gateway:
 
     def _bad_word_tokens(self, number: int, word: str) -> list[tuple[int, ...]]:
         spellings = [tuple(self.codec.encode(text, None, False)) for text in (word, f" {word.lstrip()}")]
-        if max(map(len, spellings)) > MAX_BAD_WORD:
-            raise InvalidRequest(f"bad_words[{number}]", f"has more than {MAX_BAD_WORD} tokens")
+        if max(map(len, spellings)) > MAX_BAD_WORD_TOKENS:
+            raise InvalidRequest(f"bad_words[{number}]", f"has more than {MAX_BAD_WORD_TOKENS} tokens")
         return [tokens for tokens in spellings if tokens]
 
     def _resumed_job(self, job: Job, begun: Begun) -> Job:
@@ -403,7 +403,7 @@ def _salted(namespace: str, salt: str) -> str:
     if not salt:
         return namespace
     salted = blake2b(salt.encode("utf-8", "surrogatepass"), key=namespace.encode()[:64], digest_size=15).hexdigest()
-    return f"{namespace}{WITHIN}{salted}"
+    return f"{namespace}{NAMESPACE_SEPARATOR}{salted}"
 
 
 def _timed_out() -> DeadlineExceeded:

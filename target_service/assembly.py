@@ -31,7 +31,7 @@ from slipstream.observe.spans import spans_of
 from slipstream.observe.trace import Trace
 from slipstream.observe.vitals import Vitals
 from slipstream.protocol.messages import PROTOCOL_VERSION, TargetHello
-from slipstream.protocol.requests import Served
+from slipstream.protocol.requests import ServedModel
 from slipstream.protocol.tree import MAX_NODES, Thresholds
 from target_service.loop import TargetWorker
 from target_service.service import TargetService, deliver_on_loop
@@ -100,7 +100,7 @@ def assemble(config: Config, model: CausalModel, name: str, digest: str, loop: a
                           spans=spans_of(config.log, "target"))
     lossy = _warn_if_lossy(config.target)
     identity = identity_of(model, config.model, weights)
-    served = Served(name, shape.vocab_size, max_context, digest, runner.slots.num_slots, identity, lossy)
+    served = ServedModel(name, shape.vocab_size, max_context, digest, runner.slots.num_slots, identity, lossy)
     hello = TargetHello(PROTOCOL_VERSION, 0, name, shape.vocab_size, digest, shape.hidden_size, shape.num_layers,
                         max_context, identity)
     logger("target").info("model ready", model=name, dtype=str(model.dtype), device=str(model.device),

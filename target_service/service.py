@@ -20,7 +20,7 @@ from slipstream.choosing.permitted import Permitted
 from slipstream.grammar.matcher import Matcher
 from slipstream.grammar.trial import Grammars
 from slipstream.observe.log import logger
-from slipstream.protocol.requests import MAX_WAITING, NEEDS, DraftStatus, Piece, Request, Served, TargetInfo
+from slipstream.protocol.requests import MAX_WAITING, NEEDS, DraftStatus, Piece, Request, ServedModel, TargetInfo
 from slipstream.protocol.tree import MAX_NODES
 from target_service.drain import drain
 from target_service.loop import TargetWorker, handed_back_error
@@ -29,7 +29,7 @@ from target_service.step import CALM_S
 
 
 class TargetAnswer:
-    """One running answer as its reader sees it. Implements ``requests.Offering``."""
+    """One running answer as its reader sees it. Implements ``requests.CallbackAnswer``."""
 
     def __init__(self, worker: TargetWorker, number: int, request: Request,
                  compiled: asyncio.Future[Matcher] | None = None, rule: Rule | None = None) -> None:
@@ -98,7 +98,7 @@ class TargetAnswer:
 class TargetService:
     """Takes requests for one target."""
 
-    def __init__(self, worker: TargetWorker, served: Served, grammars: Grammars | None = None) -> None:
+    def __init__(self, worker: TargetWorker, served: ServedModel, grammars: Grammars | None = None) -> None:
         """grammars: None refuses requests with a grammar."""
         self.drafts: Callable[[], Sequence[DraftStatus]] = tuple  # states of the links; set by the code that makes them
         self._grammars = grammars

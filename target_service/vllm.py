@@ -46,7 +46,7 @@ from slipstream.protocol.requests import (
     Finish,
     Piece,
     Request,
-    Served,
+    ServedModel,
     State,
     TargetInfo,
     Without,
@@ -181,7 +181,7 @@ class LoadedEngine:
     version: str
     params: Callable[..., Any]
     refusal_errors: tuple[type[Exception], ...]
-    served: Served
+    served: ServedModel
     has_drafts: bool  # whether it has drafts
     keyed: bool  # whether a seed fixes a sampled answer
     cache_usage: CacheUsage

@@ -36,7 +36,7 @@ from slipstream.observe.spans import spans_of
 from slipstream.observe.vitals import Vitals
 from slipstream.protocol.grammar import JSON_OBJECT
 from slipstream.protocol.identity import Identity
-from slipstream.protocol.requests import Served
+from slipstream.protocol.requests import ServedModel
 from target_service.vllm import CacheUsage, LoadedEngine, StepReports, VllmService
 from target_service.vllm_words import Bounds
 
@@ -187,7 +187,7 @@ def start(config: Config) -> LoadedEngine:
     slots = (cache.num_gpu_blocks or 0) * cache.block_size
     options = (engine.vllm_config.additional_config or {}).get("slipstream", {})
     keyed = drafts(config) and options.get("keyed", True) and not refusal(engine.vllm_config)
-    served = Served(name, model.get_vocab_size(), model.max_model_len, tokenizer_hash(folder), slots,
+    served = ServedModel(name, model.get_vocab_size(), model.max_model_len, tokenizer_hash(folder), slots,
                     identity_of(engine.vllm_config, folder, version, config.target.vllm or {}, keyed))
     logger("target").info("model ready", model=name, engine=f"vllm {version}", dtype=str(model.dtype), slots=slots,
                           max_context=served.max_context, drafts=drafts(config))

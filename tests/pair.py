@@ -37,7 +37,7 @@ from slipstream.protocol.messages import (
     TargetHello,
 )
 from slipstream.protocol.pairing import check_pair
-from slipstream.protocol.requests import Piece, Request, Served
+from slipstream.protocol.requests import Piece, Request, ServedModel
 from slipstream.wire.link import DraftLink
 from slipstream.wire.local import LocalLink
 from slipstream.wire.server import GrpcServer
@@ -146,7 +146,7 @@ async def target(folder: Path, policy: PolicySection = STUBBORN, dtype: str = "f
     dispatch = partial(deliver_on_loop, asyncio.get_running_loop())
     worker = TargetWorker(runner, config, costs, metrics, dispatch, limits=limits, prefix_cache=prefix_cache)
     digest, shape = tokenizer_hash(folder), model.config
-    served = Served("tiny", shape.vocab_size, shape.max_context, digest, slots,
+    served = ServedModel("tiny", shape.vocab_size, shape.max_context, digest, slots,
                     identity_of(model, section, weights_hash(folder)))
     hello = TargetHello(PROTOCOL_VERSION, 0, "tiny", shape.vocab_size, digest, shape.hidden_size, shape.num_layers,
                         shape.max_context, served.identity)

@@ -31,18 +31,18 @@ from slipstream.protocol.messages import (
 )
 from slipstream.protocol.requests import (
     MAX_ALLOWED,
-    MAX_BAD_WORD,
+    MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
-    MAX_BIASES,
-    MAX_ENDS,
+    MAX_LOGIT_BIASES,
     MAX_SCORES,
+    MAX_STOP_TOKEN_IDS,
     NEEDS,
     DraftStatus,
     Piece,
     PromptScores,
     Request,
     Sampling,
-    Served,
+    ServedModel,
     TargetInfo,
     TokenLogprob,
 )
@@ -82,7 +82,7 @@ from slipstream.wire.inference import (
 )
 
 VOCAB, CONTEXT, WIDTH = 1000, 500, 3
-SERVED = Served("tiny", VOCAB, CONTEXT, "abc", 4096, Identity("", "float32", "none", "cpu"))
+SERVED = ServedModel("tiny", VOCAB, CONTEXT, "abc", 4096, Identity("", "float32", "none", "cpu"))
 LIMITS = FrameLimits(VOCAB, CONTEXT, 63, WIDTH, "bfloat16")
 MAX_BYTES = 1 << 20
 INCARNATION = 7
@@ -443,7 +443,7 @@ def test_rows_of_many_frames_are_not_copied_again_and_again() -> None:
     (replace(REQUEST, tokens=(1,) * CONTEXT, allowed_token_ids=(VOCAB,)), "allowed_token_ids"),
     (replace(REQUEST, allowed_token_ids=(1,) * (MAX_ALLOWED + 1)), "allowed_token_ids"),
     (replace(REQUEST, bad_words=((1, VOCAB),)), "bad_words"), (replace(REQUEST, bad_words=((),)), "bad_words"),
-    (replace(REQUEST, bad_words=((1,) * (MAX_BAD_WORD + 1),)), "bad_words"),
+    (replace(REQUEST, bad_words=((1,) * (MAX_BAD_WORD_TOKENS + 1),)), "bad_words"),
     (replace(REQUEST, bad_words=((1,),) * (MAX_BAD_WORDS + 1)), "bad_words"),
     (replace(REQUEST, top_logprobs=21), "top_logprobs"), (replace(REQUEST, answered=3), "answered"),
     (replace(REQUEST, tokens=(1, 2, 3), answered=2, max_tokens=2), "answered"),
@@ -463,13 +463,14 @@ def test_bad_request_is_the_clients_fault(request_: Request, field: str) -> None
 
 
 @pytest.mark.parametrize("request_", [
-    replace(REQUEST, sampling=Sampling(100.0, 1 << 30, 1.0, 1.0, 2.0, 2.0, 100.0, ((1, 100.0),) * MAX_BIASES, 1 << 30,
-                                       (1,) * MAX_ENDS, 2**64 - 1)),
+    replace(REQUEST, sampling=Sampling(100.0, 1 << 30, 1.0, 1.0, 2.0, 2.0, 100.0, ((1, 100.0),) * MAX_LOGIT_BIASES,
+                                       1 << 30, (1,) * MAX_STOP_TOKEN_IDS, 2**64 - 1)),
     replace(REQUEST, sampling=Sampling(0.0, 0, 1e-30, 0.0, -2.0, -2.0, 1e-30, ((1, -100.0),), 0, (), 0)),
     replace(REQUEST, tokens=(VOCAB - 1,) * (CONTEXT - 1), max_tokens=CONTEXT + 1, top_logprobs=20),
     replace(REQUEST, tokens=(0,), prompt_logprobs=20, max_tokens=0),
     replace(REQUEST, tokens=(1, 2, 3), answered=2, max_tokens=3),
-    replace(REQUEST, allowed_token_ids=(VOCAB - 1,) * MAX_ALLOWED, bad_words=((1,) * MAX_BAD_WORD,) * MAX_BAD_WORDS)])
+    replace(REQUEST, allowed_token_ids=(VOCAB - 1,) * MAX_ALLOWED,
+            bad_words=((1,) * MAX_BAD_WORD_TOKENS,) * MAX_BAD_WORDS)])
 def test_what_stands_on_a_limit_is_taken(request_: Request) -> None:
     assert asked(encode_answer_request(3, request_)) == [(3, request_)]
     SERVED.check(request_, 2 * CONTEXT)
@@ -485,12 +486,13 @@ def test_a_target_answers_for_no_other_model() -> None:
 
 
 @pytest.mark.parametrize(("field", "start"), [
-    ("bad_words", target_pb2.GenerateStart(bad_words=[common_pb2.TokenRun(tokens=[1] * (MAX_BAD_WORD + 1))])),
+    ("bad_words", target_pb2.GenerateStart(bad_words=[common_pb2.TokenRun(tokens=[1] * (MAX_BAD_WORD_TOKENS + 1))])),
     ("bad_words", target_pb2.GenerateStart(bad_words=[common_pb2.TokenRun(tokens=[1])] * (MAX_BAD_WORDS + 1))),
     ("allowed_token_ids", target_pb2.GenerateStart(allowed_token_ids=[1] * (MAX_ALLOWED + 1))),
     ("logit_bias", target_pb2.GenerateStart(sampling=common_pb2.Sampling(
-        logit_bias=[common_pb2.LogitBias(token_id=1)] * (MAX_BIASES + 1)))),
-    ("stop_token_ids", target_pb2.GenerateStart(sampling=common_pb2.Sampling(stop_token_ids=[1] * (MAX_ENDS + 1))))])
+        logit_bias=[common_pb2.LogitBias(token_id=1)] * (MAX_LOGIT_BIASES + 1)))),
+    ("stop_token_ids", target_pb2.GenerateStart(sampling=common_pb2.Sampling(
+        stop_token_ids=[1] * (MAX_STOP_TOKEN_IDS + 1))))])
 def test_a_long_list_is_refused_before_anything_is_made_of_it(field: str, start: target_pb2.GenerateStart) -> None:
     frame = target_pb2.GenerateManyRequest.FromString(encode_answer_request(3, REQUEST))
     frame.items[0].start.MergeFrom(start)

@@ -273,7 +273,7 @@ async def test_who_was_refused_makes_room_and_is_not_told_twice(monkeypatch: pyt
 
 async def test_bodies_have_so_many_bytes_together_and_the_oldest_that_is_not_whole_goes(
         monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "MOST_BODIES", 2500)
+    monkeypatch.setattr(connection, "MAX_BODIES_BYTES", 2500)
     head, app = b"POST /a HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n", Slow()
     async with door(monkeypatch, app) as found:
 
@@ -297,7 +297,7 @@ async def test_bodies_have_so_many_bytes_together_and_the_oldest_that_is_not_who
 
 
 async def test_who_says_little_is_heard_beside_large_bodies_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "MOST_BODIES", 2500)
+    monkeypatch.setattr(connection, "MAX_BODIES_BYTES", 2500)
     app = Slow()
     async with door(monkeypatch, app) as found:
         large = [await found.knock(b"POST /a HTTP/1.1\r\nHost: x\r\nContent-Length: 1200\r\n\r\n" + bytes(1200))
@@ -321,7 +321,7 @@ async def test_large_bodies_of_one_tenant_keep_no_other_s_out(monkeypatch: pytes
     def asks(path: str, length: int) -> bytes:
         return f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n".encode()
 
-    monkeypatch.setattr(connection, "MOST_BODIES", 2500)
+    monkeypatch.setattr(connection, "MAX_BODIES_BYTES", 2500)
     app = Theirs()
     async with door(monkeypatch, app) as found:
 

@@ -44,17 +44,16 @@ from router_service.text.tokens import (
 from slipstream.base.errors import CapacityError, InvalidRequest, TooLarge
 from slipstream.observe.vitals import LAG_EVERY_S, background_tasks, watch_lag
 from slipstream.protocol.chat import (
-    MAX_BIASES,
+    MAX_BAD_WORD_CHARS,
+    MAX_BAD_WORD_STRINGS,
     MAX_BODY_BYTES,
     MAX_ITEMS,
     MAX_STOPS,
-    MAX_WORD,
-    MAX_WORDS,
     ChatOptions,
     Message,
     Usage,
 )
-from slipstream.protocol.requests import Sampling, TokenLogprob
+from slipstream.protocol.requests import MAX_LOGIT_BIASES, Sampling, TokenLogprob
 from slipstream.v1 import inference_pb2
 from slipstream.wire.inference import decode_chat, decode_complete, encode_chat
 from tests.echo import CONTEXT, EchoTarget
@@ -217,7 +216,7 @@ def test_all_that_a_conversation_says_makes_it_long() -> None:
 
 def test_words_that_are_to_be_spelt_make_a_brief_prompt_long() -> None:
     """128 of them beside a prompt of one character held the event loop for five milliseconds."""
-    for words, brief in (((), True), (("bad",) * 4, True), (("x" * MAX_WORD,) * MAX_WORDS, False)):
+    for words, brief in (((), True), (("bad",) * 4, True), (("x" * MAX_BAD_WORD_CHARS,) * MAX_BAD_WORD_STRINGS, False)):
         asked = Plan("completions", "tiny", Options(Sampling(), bad_words=words), prompts=["x"])
         assert (asked.size <= BRIEF_TEXT) == brief and asked.size <= LONG_TEXT
 
@@ -388,7 +387,7 @@ TOO_MUCH: list[tuple[Any, dict[str, Any], str]] = [
     (ChatBody, {"messages": [{"rôle": "user"}] * MAX_ITEMS}, "messages[0].rôle"),
     (ChatBody, {"messages": HELLO, "stream_options": {"a": 1, "b": 2}}, "stream_options.a"),
     (ChatBody, {"messages": HELLO, "stop": [1] * 100}, "stop"),
-    (ChatBody, {"messages": HELLO, "logit_bias": {str(i): 1 for i in range(MAX_BIASES + 1)}}, "logit_bias"),
+    (ChatBody, {"messages": HELLO, "logit_bias": {str(i): 1 for i in range(MAX_LOGIT_BIASES + 1)}}, "logit_bias"),
 ]
 
 
@@ -562,7 +561,8 @@ def test_grpc_has_the_same_bounds() -> None:
         decode_chat(many)
     assert caught.value.field == "messages"
     for field, options in (("stop", ChatOptions(stop=("",) * (MAX_STOPS + 1))),
-                           ("logit_bias", ChatOptions(logit_bias=tuple((i, 1.0) for i in range(MAX_BIASES + 1))))):
+                           ("logit_bias", ChatOptions(
+                               logit_bias=tuple((i, 1.0) for i in range(MAX_LOGIT_BIASES + 1))))):
         with pytest.raises(InvalidRequest, match="at most") as caught:
             decode_chat(encode_chat("m", (), options))
         assert caught.value.field == field

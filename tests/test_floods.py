@@ -23,13 +23,13 @@ from slipstream.following.following import MAX_PENDING_EVENTS as MOST_EVENTS
 from slipstream.following.following import Following, Inbox
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.protocol.conduct import (
-    FAREWELLS,
-    FAULTS,
-    FIRST_S,
-    FORGIVEN_S,
-    LONGEST_S,
+    FIRST_PAUSE_S,
+    FORGIVE_AFTER_S,
+    FREE_ITEMS,
+    MAX_FAULTS,
     MAX_GROWTHS_AHEAD,
-    MOST,
+    MAX_PAUSE_S,
+    MAX_UNUSED,
     Allowance,
     Exclusion,
 )
@@ -106,10 +106,10 @@ async def test_a_draft_is_heard_as_far_as_it_was_asked(kind: str) -> None:
     task.cancel()
     await server.stop(0)
     assert target.downs[0].startswith("protocol: ")
-    assert len(target.items) + len(target.faults) + link.counts.bytes_in // sizes[0] <= FAREWELLS + 4 + 1
+    assert len(target.items) + len(target.faults) + link.counts.bytes_in // sizes[0] <= FREE_ITEMS + 4 + 1
     (told,) = [line for line in lines if line["event"] == "draft left alone"]
     assert told["problem"] and "-" not in told["problem"]
-    assert told["seconds"] == FIRST_S and told["draft"] == link.address
+    assert told["seconds"] == FIRST_PAUSE_S and told["draft"] == link.address
 
 
 def check_pair_never(target: TargetHello, draft: DraftHello) -> str:
@@ -118,7 +118,7 @@ def check_pair_never(target: TargetHello, draft: DraftHello) -> str:
 
 
 async def test_a_draft_that_was_left_alone_comes_back_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slipstream.protocol.conduct.FIRST_S", 0.01)
+    monkeypatch.setattr("slipstream.protocol.conduct.FIRST_PAUSE_S", 0.01)
     streams = 0
 
     async def behave(context: aio.ServicerContext, target: TargetHello) -> None:
@@ -145,8 +145,9 @@ def test_the_time_alone_doubles_ends_and_is_forgotten() -> None:
     for _ in range(10):
         pauses.append(absence.breach(now_s))
         now_s += pauses[-1] + 1.0
-    assert pauses[:3] == [FIRST_S, 2 * FIRST_S, 4 * FIRST_S] and pauses[-2:] == [LONGEST_S, LONGEST_S]
-    assert absence.breach(now_s + FORGIVEN_S + LONGEST_S) == FIRST_S
+    assert pauses[:3] == [FIRST_PAUSE_S, 2 * FIRST_PAUSE_S, 4 * FIRST_PAUSE_S]
+    assert pauses[-2:] == [MAX_PAUSE_S, MAX_PAUSE_S]
+    assert absence.breach(now_s + FORGIVE_AFTER_S + MAX_PAUSE_S) == FIRST_PAUSE_S
 
 
 def test_all_that_an_honest_draft_can_say_is_allowed() -> None:
@@ -175,14 +176,14 @@ def test_all_that_an_honest_draft_can_say_of_many_sessions_is_allowed(sessions: 
         for _ in range(MAX_GROWTHS_AHEAD):
             allowance.use([growth(session) for session in range(sessions)])
     with pytest.raises(RemoteProtocolError, match="more was said"):
-        for _ in range(1 + MOST // sessions):
+        for _ in range(1 + MAX_UNUSED // sessions):
             allowance.use([growth(session) for session in range(sessions)])
 
 
 def test_a_draft_may_not_grow_for_who_wants_nothing() -> None:
     """Each growth takes the time of the target's threads, read or not."""
     allowance = Allowance()
-    for _ in range(FAREWELLS):
+    for _ in range(FREE_ITEMS):
         allowance.use([growth(1)])
         allowance.add_request([Commit(1, 5, ints(7), wanted=0)])
     with pytest.raises(RemoteProtocolError, match="more was said"):
@@ -194,7 +195,7 @@ def test_what_was_not_said_may_be_said_later_up_to_a_bound() -> None:
     for _ in range(10_000):
         allowance.add_request([Commit(1, 5, ints(7))])
     with pytest.raises(RemoteProtocolError, match="more was said"):
-        allowance.use([Drop(1, "gap")] * MOST)
+        allowance.use([Drop(1, "gap")] * MAX_UNUSED)
 
 
 def following() -> Following:
@@ -221,8 +222,8 @@ def test_a_draft_that_is_wrong_too_often_is_refused_and_one_that_errs_is_not() -
         one.link_up(draft, DRAFT)
     one.inbox.drain()
     fault = 99, RemoteProtocolError("growth.ids", "is wrong")
-    one.received(often, [], [fault] * (FAULTS + 1))
-    one.received(seldom, [], [fault] * (FAULTS - 1))
+    one.received(often, [], [fault] * (MAX_FAULTS + 1))
+    one.received(seldom, [], [fault] * (MAX_FAULTS - 1))
     one.inbox.drain()
     assert often.refused == ["growth.ids"] and not seldom.refused
 

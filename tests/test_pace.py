@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import count
 
 from slipstream.base.errors import RemoteProtocolError
-from slipstream.protocol.conduct import BURST_S, Pace
+from slipstream.protocol.conduct import MAX_BURST_S, Pace
 from slipstream.protocol.messages import DraftBound, Growth, TargetBound
 from slipstream.wire.codec import FrameLimits, decode_draft_frame, encode_draft_frames, encode_target_frames
 from slipstream.wire.link import Outbox, Pumps, WireCounts
@@ -30,12 +30,12 @@ class Times:
 def test_reading_takes_its_share_and_no_more() -> None:
     times = Times()
     pace = Pace(0.25, lambda: times.now_s)
-    assert times.reads(pace, BURST_S) == 0.0, "what comes once is read at once"
+    assert times.reads(pace, MAX_BURST_S) == 0.0, "what comes once is read at once"
     for _ in range(100):
         times.now_s += times.reads(pace, 0.01)
     assert 0.24 < times.worked_s / times.now_s < 0.28
     times.now_s += 10.0
-    assert times.reads(pace, BURST_S / 2) == 0.0, "what was long ago is forgotten"
+    assert times.reads(pace, MAX_BURST_S / 2) == 0.0, "what was long ago is forgotten"
 
 
 def test_who_sends_what_was_asked_for_never_waits() -> None:
@@ -64,7 +64,7 @@ class Endless:
 
 
 async def test_a_stream_rests_between_frames_of_a_flood() -> None:
-    worked = count(0.0, BURST_S / 2)  # each frame is that much work
+    worked = count(0.0, MAX_BURST_S / 2)  # each frame is that much work
 
     def received(items: Sequence[TargetBound], faults: Sequence[tuple[int, RemoteProtocolError]]) -> None:
         raise AssertionError("frames of another stream are not heard")
@@ -80,5 +80,5 @@ async def test_a_stream_rests_between_frames_of_a_flood() -> None:
 
     began_s = time.monotonic()
     await pumps.run(line, enough())
-    assert time.monotonic() - began_s >= 3 * BURST_S / 2, "it was read as fast as it came"
+    assert time.monotonic() - began_s >= 3 * MAX_BURST_S / 2, "it was read as fast as it came"
     assert line.frames == 6

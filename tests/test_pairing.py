@@ -23,7 +23,7 @@ from slipstream.drafting import Drafter, create
 from slipstream.following.pool import FORGET_ROUNDS, SUSPECT_BELOW, SUSPECT_ROUNDS, Agreement
 from slipstream.models.folder import MADE_FOR, made_for, weights_hash
 from slipstream.protocol.identity import Identity
-from slipstream.protocol.requests import DraftStatus, Request, Sampling, Served
+from slipstream.protocol.requests import DraftStatus, Request, Sampling, ServedModel
 from slipstream.wire.server import GrpcServer
 from slipstream.wire.target import TargetServicer
 from target_service.service import TargetService
@@ -111,7 +111,7 @@ async def test_a_launch_asks_until_the_target_has_judged(kind: str, head: Path, 
     name, model = ("eagle3", head) if kind == "head" else ("standalone", tiny_draft_folder)
     async with (target(tiny_folder, STUBBORN) as rig, drafting(drafter(name, tiny_folder, model)) as peers,
                 local_link(rig, peers) as link):
-        served = Served("tiny", rig.hello.vocab_size, rig.hello.max_context, rig.hello.tokenizer_hash, 2048,
+        served = ServedModel("tiny", rig.hello.vocab_size, rig.hello.max_context, rig.hello.tokenizer_hash, 2048,
                         IDENTITY)
         service = TargetService(rig.worker, served)
         service.drafts = lambda: [DraftStatus(link.address, True)]
@@ -139,7 +139,8 @@ async def test_a_launch_waits_for_a_draft_until_the_target_says_why_not(
     else:
         monkeypatch.setattr("slipstream.cli.host.FIND_DRAFT_S", patience_s := 0.3)
     async with target(tiny_folder, STUBBORN) as rig:
-        served = Served("tiny", rig.hello.vocab_size, rig.hello.max_context, rig.hello.tokenizer_hash, 2048, IDENTITY)
+        served = ServedModel("tiny", rig.hello.vocab_size, rig.hello.max_context, rig.hello.tokenizer_hash, 2048,
+                             IDENTITY)
         service = TargetService(rig.worker, served)
         service.drafts = lambda: [draft]
         server = GrpcServer("127.0.0.1:0", WIRE, [TargetServicer(service)])

@@ -527,7 +527,7 @@ async def test_bodies_and_paths_that_are_none(tiny_folder: Path) -> None:
 
 
 async def test_a_body_that_takes_too_long_is_refused(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "BODY_S", 0.1)
+    monkeypatch.setattr(app, "BODY_TIMEOUT_S", 0.1)
     async with routing(tiny_folder, EchoTarget()) as r:
         reader, writer = await asyncio.open_connection("127.0.0.1", r.service.http_port)
         writer.write(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{{".encode())

@@ -219,7 +219,7 @@ async def test_one_key_s_quota_and_queue_are_its_own_and_refusals_are_counted_by
 
 async def test_large_bodies_of_one_key_that_wait_shut_no_other_s_out(tiny_folder: Path, tmp_path: Path,
                                                                      monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "MOST_BODIES", 100_000)
+    monkeypatch.setattr(connection, "MAX_BODIES_BYTES", 100_000)
     keys, echo = written(tmp_path, "key-of-a name=a", "key-of-b name=b"), EchoTarget(hang=True)
     echo.context = 1 << 20
     async with routing(tiny_folder, echo, api_keys_file=str(keys), max_in_flight=1) as r:

@@ -32,7 +32,7 @@ from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.spans import HEADER, Spans, Value
 from slipstream.protocol.grammar import Grammar
 from slipstream.protocol.identity import Identity
-from slipstream.protocol.requests import MAX_WAITING, DraftStatus, Piece, Request, Sampling, Served, TokenLogprob
+from slipstream.protocol.requests import MAX_WAITING, DraftStatus, Piece, Request, Sampling, ServedModel, TokenLogprob
 from slipstream.wire.server import GrpcServer
 from slipstream.wire.target import TargetClient, TargetServicer
 from target_service import vllm_start, vllm_words
@@ -213,7 +213,7 @@ async def served(engine: FakeEngine, drafted: bool = True, keyed: bool = False, 
                  tries: bool = True, metrics: TargetMetrics | None = None, fill: CacheUsage | None = None,
                  **settings: Any) -> AsyncIterator[VllmService]:
     engine.rounds = StepReports(Path(tempfile.mkdtemp()) / "rounds")
-    served = Served("function", 260, 512, "", 1024, IDENTITY)
+    served = ServedModel("function", 260, 512, "", 1024, IDENTITY)
     running = LoadedEngine(engine, "0.32.0", params, (Refused,), served, drafted, keyed,
                            fill or CacheUsage({0: 0.25}), engine.rounds, Trials(Tried()) if tries else None,
                            cores=1 + len(engine.others))

@@ -51,10 +51,26 @@ from router_service.text.marks import BARE, Style
 from router_service.text.markup import Markup, NamedCall
 from router_service.text.tokens import ASSISTANT, TextCodec, Turn
 from slipstream.base.errors import InvalidRequest
-from slipstream.protocol.chat import MAX_BIASES, MAX_ITEMS, MAX_STOP_IDS, MAX_STOPS, MAX_WORD, MAX_WORDS, Begun, Usage
+from slipstream.protocol.chat import (
+    MAX_BAD_WORD_CHARS,
+    MAX_BAD_WORD_STRINGS,
+    MAX_ITEMS,
+    MAX_STOP_IDS,
+    MAX_STOPS,
+    Begun,
+    Usage,
+)
 from slipstream.protocol.grammar import Grammar
 from slipstream.protocol.identity import Identity
-from slipstream.protocol.requests import MAX_ALLOWED, MAX_TOP_LOGPROBS, LogprobsMode, Need, Sampling, needs_of
+from slipstream.protocol.requests import (
+    MAX_ALLOWED,
+    MAX_LOGIT_BIASES,
+    MAX_TOP_LOGPROBS,
+    LogprobsMode,
+    Need,
+    Sampling,
+    needs_of,
+)
 
 MAX_ANSWER_SCORES = 1 << 20  # log probabilities of its answers: 32k tokens with 20 alternatives, or 128k of 8 answers
 MESSAGE_CHARS = 32  # what a message costs a template besides its own characters
@@ -198,7 +214,7 @@ class Generation(StrictModel):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = Field(None, max_length=MAX_BIASES)
+    logit_bias: dict[str, float] | None = Field(None, max_length=MAX_LOGIT_BIASES)
     min_tokens: WholeNumber | None = None
     seed: WholeNumber | None = Field(None, ge=-(1 << 63), lt=1 << 64)
     stop: list[str] | None = Field(None, max_length=MAX_STOPS)
@@ -215,7 +231,8 @@ class Generation(StrictModel):
     prompt_logprobs: WholeNumber | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     logprobs_mode: Literal["raw_logprobs", "tempered_logprobs", "processed_logprobs"] | None = None
     allowed_token_ids: Annotated[list[WholeNumber], Field(min_length=1, max_length=MAX_ALLOWED)] | None = None
-    bad_words: Annotated[list[Annotated[str, Field(max_length=MAX_WORD)]], Field(max_length=MAX_WORDS)] | None = None
+    bad_words: Annotated[list[Annotated[str, Field(max_length=MAX_BAD_WORD_CHARS)]],
+                         Field(max_length=MAX_BAD_WORD_STRINGS)] | None = None
     speculate: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

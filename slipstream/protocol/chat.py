@@ -20,18 +20,17 @@ from slipstream.protocol.grammar import Grammar
 from slipstream.protocol.requests import LogprobsMode
 
 MAX_BODY_BYTES = 2 << 20  # the longest context is a few hundred thousand tokens of text
-MOST_BODIES = 256 << 20  # bytes of all that are not answered
-BODY_S = 30.0  # a request that takes longer to come is refused
+MAX_BODIES_BYTES = 256 << 20  # of all that are not answered
+BODY_TIMEOUT_S = 30.0  # a request that takes longer to come is refused
 STALL_S = 60.0  # a client that takes nothing of its answer for so long counts as gone
 MAX_ITEMS = 4096  # messages, all text parts of them, prompts
 MAX_STOPS = 32  # texts
 MAX_STOP_IDS = 48  # beside those of the model
 MAX_TOOLS = 128
 MAX_CALLS = 128  # in one message
-MAX_BIASES = 300
 MAX_BEGUN = 1 << 18  # tokens
 MAX_PROMPT_IDS = 1 << 20  # as many as fit a body of JSON
-MAX_WORDS, MAX_WORD = 128, 64  # bad words, and characters of one
+MAX_BAD_WORD_STRINGS, MAX_BAD_WORD_CHARS = 128, 64
 
 
 @dataclass(frozen=True, slots=True)

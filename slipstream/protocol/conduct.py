@@ -5,12 +5,12 @@ Rules:
 1. A draft may send only what was asked for. An opening or a commit allows a drop; if it wants draft tokens, also a
    growth, and further growths if the drafter may run ahead. A frame counts as one item more. A draft that sends more
    breaks the protocol.
-2. Items that were allowed and not sent may be sent later, up to ``MOST``: a draft that was stopped may go on.
-3. A wrong item costs its session. More than ``FAULTS`` of them within ``FAULTS_S`` cost the stream.
-4. A peer that broke the protocol is not used for ``FIRST_S``, twice as long after each further breach (at most
-   ``LONGEST_S``). After ``FORGIVEN_S`` without a breach the pauses begin at ``FIRST_S`` again.
-5. What a peer sends is processed at once, up to ``BURST_S`` of work; beyond that at a share of the thread's time. The
-   rest stays at the sender (flow control). Work is the processor time that the thread used, not its waits. Reason:
+2. Items that were allowed and not sent may be sent later, up to ``MAX_UNUSED``: a draft that was stopped may go on.
+3. A wrong item costs its session. More than ``MAX_FAULTS`` of them within ``FAULT_PERIOD_S`` cost the stream.
+4. A peer that broke the protocol is not used for ``FIRST_PAUSE_S``, twice as long after each further breach (at most
+   ``MAX_PAUSE_S``). After ``FORGIVE_AFTER_S`` without a breach the pauses begin at ``FIRST_PAUSE_S`` again.
+5. What a peer sends is processed at once, up to ``MAX_BURST_S`` of work; beyond that at a share of the thread's time.
+   The rest stays at the sender (flow control). Work is the processor time that the thread used, not its waits. Reason:
    Python runs one thread at a time, so a peer that sends without end would take the engine thread's time.
 
 It knows nothing about sockets or what items mean.
@@ -28,11 +28,12 @@ from slipstream.protocol.messages import Commit, DraftBound, Growth, Open, Targe
 
 Owner = TypeVar("Owner")
 MAX_GROWTHS_AHEAD = 32  # for one opening or commit, by a drafter that runs ahead: levels below are not verified
-FAREWELLS = 16  # items that are always allowed: drops of sessions that have ended
-MOST = 2 * MAX_GROWTHS_AHEAD * 1024  # all that the largest target asks for at once, each growth in a frame of its own
-FAULTS, FAULTS_S = 16, 10.0
-FIRST_S, LONGEST_S, FORGIVEN_S = 1.0, 64.0, 300.0
-BURST_S = 0.05
+FREE_ITEMS = 16  # items that are always allowed: drops of sessions that have ended
+# All that the largest target asks for at once, each growth in a frame of its own.
+MAX_UNUSED = 2 * MAX_GROWTHS_AHEAD * 1024
+MAX_FAULTS, FAULT_PERIOD_S = 16, 10.0
+FIRST_PAUSE_S, MAX_PAUSE_S, FORGIVE_AFTER_S = 1.0, 64.0, 300.0
+MAX_BURST_S = 0.05
 
 
 def donor(holders: Iterable[Owner], newcomer: Owner) -> Owner | None:
@@ -55,10 +56,10 @@ def donor_by_host(holders: Sequence[Owner], newcomer: Owner, host: Callable[[Own
 class Allowance:
     """Items that a draft may send on one stream, and how many of them may be growths."""
 
-    __slots__ = ("growths", "left")
+    __slots__ = ("growths", "remaining")
 
     def __init__(self) -> None:
-        self.left = self.growths = FAREWELLS
+        self.remaining = self.growths = FREE_ITEMS
 
     def add_request(self, items: Iterable[DraftBound]) -> None:
         """Count ``items``, which are sent to the draft: each allows answers."""
@@ -68,15 +69,16 @@ class Allowance:
                 sessions += 1
                 if item.wanted:
                     growths += MAX_GROWTHS_AHEAD if item.ahead else 1
-        self.left = min(MOST, self.left + 2 * (sessions + growths))  # each may come in a frame of its own
-        self.growths = min(MOST, self.growths + growths)
+        # Twice, as each may come in a frame of its own.
+        self.remaining = min(MAX_UNUSED, self.remaining + 2 * (sessions + growths))
+        self.growths = min(MAX_UNUSED, self.growths + growths)
 
     def use(self, items: Sequence[TargetBound], faults: int = 0) -> None:
         """Count a received frame with its ``items`` and the number of its ``faults``. Raises RemoteProtocolError beyond
         the allowance."""
-        self.left -= 1 + len(items) + faults
+        self.remaining -= 1 + len(items) + faults
         self.growths -= sum(isinstance(item, Growth) for item in items)
-        if self.left < 0 or self.growths < 0:
+        if self.remaining < 0 or self.growths < 0:
             raise RemoteProtocolError("items", "more was said than was asked for")
 
 
@@ -94,7 +96,7 @@ class Pace:
         now_s = self._clock()
         self._owed_s = max(0.0, self._owed_s - self._share * (now_s - self._at_s)) + seconds
         self._at_s = now_s
-        return max(0.0, self._owed_s - BURST_S) / self._share
+        return max(0.0, self._owed_s - MAX_BURST_S) / self._share
 
 
 class FaultRate:
@@ -114,9 +116,9 @@ class FaultRate:
 
     def exceeded(self, now_s: float) -> bool:
         """Count one more fault. Returns whether that is one too many."""
-        self._faults = max(0.0, self._faults - (now_s - self._at_s) * FAULTS / FAULTS_S) + 1.0
+        self._faults = max(0.0, self._faults - (now_s - self._at_s) * MAX_FAULTS / FAULT_PERIOD_S) + 1.0
         self._at_s = now_s
-        return self._faults > FAULTS
+        return self._faults > MAX_FAULTS
 
 
 class Exclusion:
@@ -129,8 +131,8 @@ class Exclusion:
 
     def breach(self, now_s: float) -> float:
         """The peer broke the protocol. Returns for how many seconds it is not used."""
-        if now_s - self._broke_s > FORGIVEN_S:
+        if now_s - self._broke_s > FORGIVE_AFTER_S:
             self._breaches = 0
-        pause_s = min(FIRST_S * 2.0**self._breaches, LONGEST_S)
+        pause_s = min(FIRST_PAUSE_S * 2.0**self._breaches, MAX_PAUSE_S)
         self._breaches, self._broke_s = min(self._breaches + 1, 16), now_s + pause_s
         return pause_s

@@ -34,10 +34,10 @@ Need = Literal["grammar", "prompt_logprobs", "logprobs_mode", "allowed_token_ids
 NEEDS: tuple[Need, ...] = get_args(Need)
 MAX_TOP_LOGPROBS = 20
 MAX_ALLOWED = 1024  # token ids
-MAX_BIASES, MAX_ENDS = 300, 64  # tokens whose logits are moved, and that end an answer
-MAX_BAD_WORDS, MAX_BAD_WORD = 512, 32  # runs of tokens, and tokens of one
+MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS = 300, 64  # the latter with those of the model
+MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 512, 32  # runs of tokens, and tokens of one
 MAX_WAITING = 256  # that wait for room at a target: a router with another one does better than to queue there
-WITHIN = "-"  # in a namespace, between its owner's tag and that of a part
+NAMESPACE_SEPARATOR = "-"  # between the owner's tag and that of a part
 MAX_SCORES = 1 << 18  # entries, so many as ``Request.num_scores`` counts
 
 
@@ -70,10 +70,11 @@ class Sampling:
             ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "must be between -2 and 2"),
             ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "must be between -2 and 2"),
             ("repetition_penalty", 0.0 < self.repetition_penalty <= 100.0, "must be above 0 and at most 100"),
-            ("logit_bias", len(self.logit_bias) <= MAX_BIASES, f"has more than {MAX_BIASES} entries"),
+            ("logit_bias", len(self.logit_bias) <= MAX_LOGIT_BIASES, f"has more than {MAX_LOGIT_BIASES} entries"),
             ("logit_bias", all(-100.0 <= b <= 100.0 for _, b in self.logit_bias), "must be between -100 and 100"),
             ("min_tokens", 0 <= self.min_tokens <= 1 << 30, "must not be negative"),
-            ("stop_token_ids", len(self.stop_token_ids) <= MAX_ENDS, f"has more than {MAX_ENDS} entries"),
+            ("stop_token_ids", len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
+             f"has more than {MAX_STOP_TOKEN_IDS} entries"),
             ("seed", 0 <= self.seed < 1 << 64, "must fit 64 bits without a sign"),
         )
         for name, holds, message in checks:
@@ -99,7 +100,7 @@ class Request:
     it. They count into ``max_tokens``, and the answer goes on as if it had never stopped.
 
     ``namespace``: only answers of one namespace share cached prompts. An opaque tag; "" is one namespace for all
-    requests without one. The part before ``WITHIN`` is the owner, who may have many namespaces.
+    requests without one. The part before ``NAMESPACE_SEPARATOR`` is the owner, who may have many namespaces.
 
     ``prompt_logprobs``: the prompt's tokens are scored, as ``top_logprobs`` has it. ``logprobs_mode`` is of the
     answer's tokens; the prompt's are always raw. ``allowed_token_ids``: the answer has no others; () allows all.
@@ -131,7 +132,7 @@ class Request:
     @property
     def owner(self) -> str:
         """The owner of the namespace: owners take turns."""
-        return self.namespace.partition(WITHIN)[0]
+        return self.namespace.partition(NAMESPACE_SEPARATOR)[0]
 
     @property
     def num_scores(self) -> int:
@@ -142,20 +143,20 @@ class Request:
         """The request for the rest of the answer, after its first ``tokens``."""
         if not tokens:
             return self
-        whole: Sequence[int] = (*self.tokens, *tokens)
+        joined: Sequence[int] = (*self.tokens, *tokens)
         if isinstance(self.tokens, array):
-            whole = array("i", whole)
-        return replace(self, tokens=whole, answered=self.answered + len(tokens), prompt_logprobs=None)
+            joined = array("i", joined)
+        return replace(self, tokens=joined, answered=self.answered + len(tokens), prompt_logprobs=None)
 
 
 def needs_of(grammar: Grammar | None, prompt_logprobs: int | None, logprobs_mode: LogprobsMode,
              allowed_token_ids: Sequence[int], bad_words: Sequence[object], max_tokens: int | None) -> tuple[Need, ...]:
-    """Those of who asks for all this."""
-    asked: dict[Need, bool] = {
+    """The needs of a request with these fields."""
+    needed: dict[Need, bool] = {
         "grammar": grammar is not None, "prompt_logprobs": prompt_logprobs is not None,
         "logprobs_mode": logprobs_mode != "raw", "allowed_token_ids": bool(allowed_token_ids),
         "bad_words": bool(bad_words), "no_tokens": max_tokens == 0}
-    return tuple(need for need, holds in asked.items() if holds)
+    return tuple(need for need, is_needed in needed.items() if is_needed)
 
 
 def _require(holds: bool, field: str, message: str, code: str = "invalid_value") -> None:
@@ -164,7 +165,7 @@ def _require(holds: bool, field: str, message: str, code: str = "invalid_value")
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedModel:
     """A target's model, limits and supported features. A request is checked whole before any memory is taken for it;
     one that can never fit is refused at once, and the error names the field."""
 
@@ -176,23 +177,24 @@ class Served:
     identity: Identity
     lossy: bool = False
 
-    def check(self, request: Request, room: int) -> None:
-        """Raises InvalidRequest or ModelChanged. ``room``: tokens that one answer has at most, its prompt included."""
+    def check(self, request: Request, max_length: int) -> None:
+        """Raises InvalidRequest or ModelChanged. ``max_length``: tokens of one answer and its prompt, at
+        most."""
         if request.identity not in (None, self.identity):
             raise ModelChanged("this target serves another model than the one that is asked for")
         tokens, sampling = request.tokens, request.sampling
-        whole = len(tokens) - request.answered + request.max_tokens
+        length = len(tokens) - request.answered + request.max_tokens
         _require(len(tokens) > 0, "prompt", "is empty")
-        self._knows("prompt", tokens)
+        self._check_in_vocabulary("prompt", tokens)
         _require(request.max_tokens >= 0, "max_tokens", "must not be negative")
-        _require(len(tokens) < room, "prompt", f"has {len(tokens)} tokens; at most {room - 1} fit",
+        _require(len(tokens) < max_length, "prompt", f"has {len(tokens)} tokens; at most {max_length - 1} fit",
                  "context_length_exceeded")
         _require(request.answered == 0 or 0 < request.answered < min(len(tokens), request.max_tokens), "answered",
                  "must leave a prompt, and a token to answer with")
-        _require(whole <= room, "max_tokens", f"{request.max_tokens} and a prompt of {len(tokens)} exceed the {room} "
-                 "tokens that fit", "context_length_exceeded")
-        self._knows("logit_bias", [token for token, _ in sampling.logit_bias])
-        self._knows("stop_token_ids", sampling.stop_token_ids)
+        _require(length <= max_length, "max_tokens", f"{request.max_tokens} and a prompt of {len(tokens)} exceed the "
+                 f"{max_length} tokens that fit", "context_length_exceeded")
+        self._check_in_vocabulary("logit_bias", [token for token, _ in sampling.logit_bias])
+        self._check_in_vocabulary("stop_token_ids", sampling.stop_token_ids)
         _require(request.grammar is None or len(sampling.stop_token_ids) > 0, "stop_token_ids",
                  "a grammar needs a token that ends the answer")
         _require(request.grammar is None or not self.lossy or sampling.greedy, "grammar",
@@ -203,22 +205,22 @@ class Served:
                  f"are {request.num_scores}; at most {MAX_SCORES} are told")
         _require(request.prompt_logprobs is None or request.answered == 0, "prompt_logprobs",
                  "are told before an answer begins")
-        self._check_choosing(request)
+        self._check_restrictions(request)
 
-    def _check_choosing(self, request: Request) -> None:
-        """Of which tokens the answer may have."""
+    def _check_restrictions(self, request: Request) -> None:
+        """Check which tokens the answer may have."""
         allowed, words = request.allowed_token_ids, request.bad_words
-        alone = {word[0] for word in words if len(word) == 1}
+        forbidden = {word[0] for word in words if len(word) == 1}
         _require(len(allowed) <= MAX_ALLOWED, "allowed_token_ids", f"has more than {MAX_ALLOWED} entries")
-        self._knows("allowed_token_ids", allowed)
-        _require(len(words) <= MAX_BAD_WORDS and all(1 <= len(word) <= MAX_BAD_WORD for word in words), "bad_words",
-                 f"must be at most {MAX_BAD_WORDS} of 1 to {MAX_BAD_WORD} tokens")
-        self._knows("bad_words", [token for word in words for token in word])
-        _require(not allowed or not alone.issuperset(allowed), "bad_words", "leave nothing of allowed_token_ids")
+        self._check_in_vocabulary("allowed_token_ids", allowed)
+        _require(len(words) <= MAX_BAD_WORDS and all(1 <= len(word) <= MAX_BAD_WORD_TOKENS for word in words),
+                 "bad_words", f"must be at most {MAX_BAD_WORDS} of 1 to {MAX_BAD_WORD_TOKENS} tokens")
+        self._check_in_vocabulary("bad_words", [token for word in words for token in word])
+        _require(not allowed or not forbidden.issuperset(allowed), "bad_words", "leave nothing of allowed_token_ids")
         for name, given in (("allowed_token_ids", allowed), ("bad_words", words)):
             _require(request.grammar is None or not given, name, "cannot stand beside a grammar")
 
-    def _knows(self, field: str, tokens: Sequence[int]) -> None:
+    def _check_in_vocabulary(self, field: str, tokens: Sequence[int]) -> None:
         if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
             raise InvalidRequest(field, f"has a token outside the vocabulary of {self.vocab_size}")
 
@@ -329,7 +331,7 @@ class Answer(Protocol):
 
 
 @runtime_checkable
-class Offering(Answer, Protocol):
+class CallbackAnswer(Answer, Protocol):
     """An Answer that first offers each piece, except the last, to a callback; a piece that the callback takes wakes no
     task. Order is kept: no piece is offered while an earlier one waits for the iteration."""
 

@@ -3,7 +3,7 @@
 Rules:
 1. An encoded item is a frame of one; concatenated frames are a frame of all their items.
 2. The lengths of a request's lists are checked here, before objects are made of them; too long a list raises
-   InvalidRequest naming the field. The target checks everything else (``requests.Served``). A target's answers are
+   InvalidRequest naming the field. The target checks everything else (``requests.ServedModel``). A target's answers are
    checked too; an invalid one raises RemoteProtocolError.
 3. An item with wrong content fails only its own answer (the error is returned with the answer's number); bytes that are
    no frame raise RemoteProtocolError.
@@ -22,7 +22,7 @@ from slipstream.base.errors import InvalidRequest, RemoteProtocolError, Slipstre
 from slipstream.observe.spans import well_formed
 from slipstream.protocol.requests import (
     MAX_ALLOWED,
-    MAX_BAD_WORD,
+    MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
     DraftStatus,
     Finish,
@@ -150,8 +150,8 @@ def _decode_request(wire: target_pb2.GenerateStart, vocab_size: int, max_context
         speculate = _decode_mode(wire.mode)
         for field, max_entries in (("allowed_token_ids", MAX_ALLOWED), ("bad_words", MAX_BAD_WORDS)):
             require(len(getattr(wire, field)) <= max_entries, field, f"has more than {max_entries} entries")
-        require(all(len(word.tokens) <= MAX_BAD_WORD for word in wire.bad_words), "bad_words",
-                f"must hold at most {MAX_BAD_WORD} tokens each")
+        require(all(len(word.tokens) <= MAX_BAD_WORD_TOKENS for word in wire.bad_words), "bad_words",
+                f"must hold at most {MAX_BAD_WORD_TOKENS} tokens each")
         require(NAMESPACE.fullmatch(wire.namespace) is not None, "namespace",
                 "must be at most 64 characters of A-Z a-z 0-9 _ -")
         identity = decode_identity(wire.identity) if wire.HasField("identity") else None

@@ -21,7 +21,7 @@ from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from slipstream.base.errors import CapacityError, InvalidRequest
-from slipstream.protocol.chat import MOST_BODIES
+from slipstream.protocol.chat import MAX_BODIES_BYTES
 from slipstream.wire.channel import RULES
 
 T = TypeVar("T")
@@ -34,7 +34,7 @@ FULL = "this server holds as many requests as it can; try again later"
 class Bodies:
     """Make and use it on one event loop."""
 
-    def __init__(self, max_bytes: int = MOST_BODIES, max_message_bytes: int = RULES.message_bytes,
+    def __init__(self, max_bytes: int = MAX_BODIES_BYTES, max_message_bytes: int = RULES.message_bytes,
                  max_waiting: int = MAX_WAITING, slow_s: float = SLOW_S) -> None:
         self._free, self._max_message_bytes = max_bytes, max_message_bytes
         self._max_waiting, self._slow_s = max_waiting, slow_s

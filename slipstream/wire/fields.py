@@ -21,7 +21,7 @@ from slipstream.base.errors import InvalidRequest, RemoteProtocolError
 from slipstream.protocol.grammar import KINDS, Grammar
 from slipstream.protocol.identity import Identity
 from slipstream.protocol.messages import FEATURE_DTYPES
-from slipstream.protocol.requests import MAX_BIASES, MAX_ENDS, LogprobsMode, Sampling
+from slipstream.protocol.requests import MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS, LogprobsMode, Sampling
 from slipstream.protocol.tree import Ints
 from slipstream.v1 import common_pb2
 
@@ -114,7 +114,7 @@ def encode_sampling(sampling: Sampling) -> common_pb2.Sampling:
 
 def decode_sampling(wire: common_pb2.Sampling, vocab_size: int) -> Sampling:
     """Raises InvalidRequest naming the field."""
-    for field, max_entries in (("logit_bias", MAX_BIASES), ("stop_token_ids", MAX_ENDS)):
+    for field, max_entries in (("logit_bias", MAX_LOGIT_BIASES), ("stop_token_ids", MAX_STOP_TOKEN_IDS)):
         if len(getattr(wire, field)) > max_entries:
             raise InvalidRequest(field, f"has more than {max_entries} entries")
     bias = tuple((entry.token_id, entry.bias) for entry in wire.logit_bias)

@@ -5,7 +5,7 @@ Rules:
 2. A client that goes away ends its answer, and so does one that takes nothing of it for ``STALL_S``: the generator is
    closed.
 3. Clients show "authorization: Bearer <key>", as over HTTP; keys are never logged. The key is checked before the
-   request is read, so a client without one cannot fill memory; the request must arrive within ``BODY_S``, and
+   request is read, so a client without one cannot fill memory; the request must arrive within ``BODY_TIMEOUT_S``, and
    ``bodies`` bounds all together.
 4. Only the form and the size of a request are checked here, before objects are made of it; the ``Front`` checks the
    values of options. An absent option stays absent, so that the server's default counts.
@@ -28,9 +28,9 @@ import grpc
 from slipstream.base.errors import InvalidRequest, RemoteProtocolError, TooLarge, Unavailable
 from slipstream.observe.spans import HEADER
 from slipstream.protocol.chat import (
-    BODY_S,
+    BODY_TIMEOUT_S,
+    MAX_BAD_WORD_STRINGS,
     MAX_BEGUN,
-    MAX_BIASES,
     MAX_BODY_BYTES,
     MAX_CALLS,
     MAX_ITEMS,
@@ -38,7 +38,6 @@ from slipstream.protocol.chat import (
     MAX_STOP_IDS,
     MAX_STOPS,
     MAX_TOOLS,
-    MAX_WORDS,
     STALL_S,
     Begun,
     ChatOptions,
@@ -50,7 +49,7 @@ from slipstream.protocol.chat import (
     ToolCall,
     Usage,
 )
-from slipstream.protocol.requests import MAX_ALLOWED
+from slipstream.protocol.requests import MAX_ALLOWED, MAX_LOGIT_BIASES
 from slipstream.v1 import inference_pb2
 from slipstream.wire.bodies import Bodies
 from slipstream.wire.channel import INFERENCE_SERVICE
@@ -68,7 +67,7 @@ from slipstream.wire.status import Context, abort
 Ts = TypeVarTuple("Ts")
 TopTokens = tuple[tuple[int, str, float], ...]  # id, text and natural log
 # Repeated fields of options -> the most items of one request.
-LIST_LIMITS = {"stop": MAX_STOPS, "allowed_token_ids": MAX_ALLOWED, "bad_words": MAX_WORDS,
+LIST_LIMITS = {"stop": MAX_STOPS, "allowed_token_ids": MAX_ALLOWED, "bad_words": MAX_BAD_WORD_STRINGS,
                "stop_token_ids": MAX_STOP_IDS}
 # Repeated fields, messages and enumerations.
 NOT_SCALAR = (*LIST_LIMITS, "logit_bias", "begun", "grammar", "logprobs_mode", "tools")
@@ -180,7 +179,7 @@ def _set(name: str, value: Any, setter: Callable[[Any], object]) -> None:
 
 
 def _read_options(wire: inference_pb2.Options) -> ChatOptions:
-    for name, most in (*LIST_LIMITS.items(), ("logit_bias", MAX_BIASES), ("tools", MAX_TOOLS)):
+    for name, most in (*LIST_LIMITS.items(), ("logit_bias", MAX_LOGIT_BIASES), ("tools", MAX_TOOLS)):
         _at_most(name, getattr(wire, name), most)
     _at_most("begun.tokens", wire.begun.tokens, MAX_BEGUN)
     values = {field.name: value for field, value in wire.ListFields() if field.name in SCALARS}
@@ -276,7 +275,7 @@ class InferenceServicer:
     service = INFERENCE_SERVICE
 
     def __init__(self, front_of: Callable[[str, str], Front | None], stall_s: float = STALL_S,
-                 body_s: float = BODY_S, bodies: Bodies | None = None,
+                 body_s: float = BODY_TIMEOUT_S, bodies: Bodies | None = None,
                  on_refused: Callable[[str, Exception], object] = lambda endpoint, error: None) -> None:
         """on_refused: gets (endpoint, error) of a request that could not be read, so that no front was asked."""
         self._on_refused = on_refused

@@ -231,7 +231,7 @@ class Pumps(Generic[Item, Received]):
         allowance, max_items = self.allowance, MAX_FRAME_ITEMS
         self.counts.bytes_in += len(data)
         if allowance is not None:
-            max_items = max(0, allowance.left - 1)  # a frame counts as one
+            max_items = max(0, allowance.remaining - 1)  # a frame counts as one
         try:
             items, faults = self.decode(data, self.incarnation, self.limits, max_items)
         except RemoteProtocolError as error:

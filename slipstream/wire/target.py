@@ -38,7 +38,7 @@ import grpc
 
 from slipstream.base.errors import Draining, InvalidRequest, RemoteProtocolError, SlipstreamError, Unavailable
 from slipstream.observe.log import logger
-from slipstream.protocol.requests import Answer, Backend, Offering, Piece, Request, TargetInfo
+from slipstream.protocol.requests import Answer, Backend, CallbackAnswer, Piece, Request, TargetInfo
 from slipstream.wire.answers import (
     TAKEN,
     Flow,
@@ -200,7 +200,7 @@ class AnswerCall:
             self._enqueue(number, ErrorReport.of(error))
             return
         self._senders[number] = sender
-        if isinstance(sender.answer, Offering):
+        if isinstance(sender.answer, CallbackAnswer):
             sender.answer.offer(partial(self._try_send, number, sender))
         sender.task = asyncio.get_running_loop().create_task(self._send(number, sender))
 

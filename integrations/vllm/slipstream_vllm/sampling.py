@@ -23,7 +23,7 @@ import torch
 
 from slipstream.choosing.sampling import ChoiceRows, choices
 from slipstream.choosing.transfer import to_device
-from slipstream.protocol.requests import MAX_ENDS, Sampling
+from slipstream.protocol.requests import MAX_STOP_TOKEN_IDS, Sampling
 
 SEEDS = 1 << 64
 HOTTEST = 100.0  # largest temperature and repetition penalty of ``Sampling``; vLLM has no limit
@@ -51,7 +51,7 @@ def sampling_of(params: Any, request: str, engine_seed: int | None, vocab_size: 
         temperature=min(float(params.temperature), HOTTEST), top_k=min(max(0, params.top_k), MOST), top_p=params.top_p,
         min_p=params.min_p, presence_penalty=params.presence_penalty, frequency_penalty=params.frequency_penalty,
         repetition_penalty=min(params.repetition_penalty, HOTTEST), min_tokens=min(params.min_tokens, MOST),
-        stop_token_ids=tuple(stops[:MAX_ENDS]), seed=seed % SEEDS)
+        stop_token_ids=tuple(stops[:MAX_STOP_TOKEN_IDS]), seed=seed % SEEDS)
 
 
 def filters(sampling: Sampling) -> Sampling:
