@@ -282,7 +282,7 @@ class Surface:
         await _consume(run, client, lambda number, delta: answers[number].add(delta))
         deltas = [answer.deltas for answer in answers]
         content = await self._gateway.lanes.off_loop(
-            run.num_returned, lambda: orjson.dumps(reply.whole(deltas, run.usage())), run.place.tenant.id)
+            run.num_returned, lambda: orjson.dumps(reply.body(deltas, run.usage())), run.place.tenant.id)
         return Response(content, headers=headers, media_type="application/json")
 
     async def _start(self, request: Request, plan: Plan) -> tuple[Presence, Run]:
@@ -326,7 +326,7 @@ class Surface:
         if streamed:
             return EventStream(self._reply_events(run, reply, request.scope[REQUEST_ID]), client, run.aclose, headers)
         await _consume(run, client, lambda _, delta: reply.events(delta))
-        return json_response(reply.whole(run.usage(), run.completions[0].stopped_by), headers=headers)
+        return json_response(reply.body(run.usage(), run.completions[0].stopped_by), headers=headers)
 
     async def _reply_events(self, run: Run, reply: EventReply, request_id: str) -> AsyncGenerator[bytes, None]:
         pending = reply.opening(run.usage())

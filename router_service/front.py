@@ -123,10 +123,11 @@ class GatewayFront:
         markups = job.markups(self._gateway.codec)
         if not markups:
             return None
-        if job.begun:
+        if job.resumed_tokens:
             # Piece by piece, as it came: the search for marks goes over a long text again and again.
             await self._gateway.lanes.off_loop(
-                len(job.begun), lambda: deque(map(markups[0].push, self._gateway.begun(job)), 0), self._tenant.id)
+                len(job.resumed_tokens), lambda: deque(map(markups[0].push, self._gateway.resumed_text(job)), 0),
+                self._tenant.id)
         return markups[0]
 
 

@@ -239,17 +239,17 @@ class Gateway:
                           namespace=_salted(tenant.namespace, options.cache_salt), identity=job.identity,
                           grammar=options.grammar, prompt_logprobs=options.prompt_top_logprobs,
                           logprobs_mode=options.logprobs_mode, allowed_token_ids=options.allowed_token_ids,
-                          bad_words=job.bad_words).after(job.begun)
+                          bad_words=job.bad_words).after(job.resumed_tokens)
         routed = self.balancer.submit(request)
         answer = self._fallback.follow(routed, options.speculate)
         return Completion(request, answer, self.codec, options.stop, job.vocab_size, lambda: routed.identity,
                           options.keep_stop, self._shown_specials(options), self._continues_text(job, prompt),
                           options.returns_all_tokens)
 
-    def begun(self, job: Job) -> Iterator[str]:
-        """The text of the begun tokens that a client sends, token by token, up to the last whole character."""
+    def resumed_text(self, job: Job) -> Iterator[str]:
+        """The text of the tokens that a client already has, token by token, up to the last whole character."""
         detokenizer = Detokenizer(self.codec, self._shown_specials(job.options), self._continues_text(job, 0))
-        return map(detokenizer.push, job.begun)
+        return map(detokenizer.push, job.resumed_tokens)
 
     def failed(self, endpoint: str, error: BaseException) -> None:
         """Count a request that ends with ``error``."""
@@ -370,7 +370,7 @@ class Gateway:
         _check_ids("begun.tokens", tokens, job.vocab_size)
         if not set(tokens).isdisjoint(job.options.stop_tokens(self.codec.stop_token_ids, job.vocab_size)):
             raise InvalidRequest("begun.tokens", "one of them ends an answer")
-        return replace(job, begun=tokens, identity=self.balancer.identity(begun.identity))
+        return replace(job, resumed_tokens=tokens, identity=self.balancer.identity(begun.identity))
 
 
 @lru_cache(maxsize=64)
@@ -522,7 +522,7 @@ class Run:
         reached = sum((tally.reached for tally in tallies), Counter[int]())
         return Usage(
             prompt_tokens=sum(map(len, prompts)),
-            completion_tokens=sum(tally.tokens for tally in tallies) + len(self.job.begun),
+            completion_tokens=sum(tally.tokens for tally in tallies) + len(self.job.resumed_tokens),
             accepted_prediction_tokens=sum(tally.accepted for tally in tallies),
             rejected_prediction_tokens=sum(max(tally.drafted - tally.accepted, 0) for tally in tallies),
             cached_tokens=sum(tally.cached_tokens for tally in tallies[:: self.job.options.n]),

@@ -93,7 +93,7 @@ class RouterService:
         self.vitals.follow(await self._http.start())
         await self._beside.enter_async_context(background_tasks(
             self._balancer.run(), self._fallback.run(), self._show_ready(),
-            *([] if self._keys is None else [self._keys.follow()]), watch_lag(self.gateway.metrics.lag),
+            *([] if self._keys is None else [self._keys.reload_on_change()]), watch_lag(self.gateway.metrics.lag),
             export_expiry(self._tls, self.gateway.metrics.registry.certificate_ends), vitals=self.vitals))
         self._log.info("listening", http=self.http_port, grpc=self.grpc_port, metrics=self.metrics_port,
                        ready=self.gateway.ready)

@@ -30,7 +30,7 @@ from slipstream.base.errors import ConfigError
 from slipstream.base.stamp import stamp
 from slipstream.observe.log import logger
 
-LOOK_S = 2.0  # between looks at the file of keys
+CHECK_INTERVAL_S = 2.0  # between two looks at the file of keys
 NAME = r"^[A-Za-z0-9._-]{1,64}$"
 
 
@@ -61,7 +61,7 @@ class Tenant:
 ANYONE = Tenant()
 
 
-class Line(NamedTuple):
+class KeyLine(NamedTuple):
     number: int
     key: str
     grant: Grant
@@ -73,20 +73,20 @@ class ApiKeys:
     def __init__(self, file: Path) -> None:
         """Raises ConfigError for a file that cannot be read, holds no key, or has a line that is wrong."""
         self._file = file
-        self._tenants = _read(file)  # by the digests of their keys
+        self._tenants = _read_keys(file)  # by the digests of their keys
         self._stamp = stamp(file)
         self._log = logger("keys")
 
-    async def follow(self, look_s: float = LOOK_S) -> None:
-        """Take the keys of the file again whenever it changes, until cancelled."""
+    async def reload_on_change(self, interval_s: float = CHECK_INTERVAL_S) -> None:
+        """Read the file again whenever it changes, until cancelled."""
         while True:
-            await asyncio.sleep(look_s)
+            await asyncio.sleep(interval_s)
             found = stamp(self._file)
             if found == self._stamp:
                 continue
             self._stamp = found
             try:
-                self._tenants = await asyncio.to_thread(_read, self._file)  # many take long
+                self._tenants = await asyncio.to_thread(_read_keys, self._file)  # many take long
                 self._log.info("keys read again", count=len(self._tenants))
             except ConfigError as error:
                 self._log.error("keys not read again; the old ones stay", problem=str(error))
@@ -96,7 +96,7 @@ class ApiKeys:
         return self._tenants.get(_digest(key))
 
 
-def _read(file: Path) -> dict[bytes, Tenant]:
+def _read_keys(file: Path) -> dict[bytes, Tenant]:
     try:
         text = file.read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -112,7 +112,7 @@ def _read(file: Path) -> dict[bytes, Tenant]:
     return tenants
 
 
-def _lines(text: str) -> Iterable[Line]:
+def _lines(text: str) -> Iterable[KeyLine]:
     """Raises ValueError, which shows nothing of a line but the names of our own fields."""
     for number, line in enumerate(text.splitlines(), start=1):
         words = line.split()
@@ -126,22 +126,22 @@ def _lines(text: str) -> Iterable[Line]:
             known = ", ".join(Grant.model_fields)
             raise ValueError(f"line {number}: after the key come fields as in name=alice, each once: {known}")
         try:
-            yield Line(number, words[0], Grant.model_validate(given))
+            yield KeyLine(number, words[0], Grant.model_validate(given))
         except ValidationError as error:
             problem = error.errors(include_url=False, include_input=False)[0]
             raise ValueError(f"line {number}: {problem['loc'][0]}: {problem['msg']}") from None
 
 
-def _tenants(lines: list[Line]) -> dict[bytes, Tenant]:
+def _tenants(lines: list[KeyLine]) -> dict[bytes, Tenant]:
     tenants: dict[bytes, Tenant] = {}
-    first: dict[str, Line] = {}  # of each name
-    keys: dict[str, str] = {}  # the first one under each name of a cache
+    first_lines: dict[str, KeyLine] = {}  # of each name
+    first_keys: dict[str, str] = {}  # of each cache
     for line in lines:
         grant, digest = line.grant, _digest(line.key)
-        if grant.name and (before := first.setdefault(grant.name, line)).grant != grant:
-            raise ValueError(f"line {line.number}: gives name {grant.name} other fields than line {before.number}")
+        if grant.name and (earlier := first_lines.setdefault(grant.name, line)).grant != grant:
+            raise ValueError(f"line {line.number}: gives name {grant.name} other fields than line {earlier.number}")
         cache = grant.cache or grant.name
-        namespace = _tag(keys.setdefault(cache, line.key) if cache else line.key, cache)
+        namespace = _namespace(first_keys.setdefault(cache, line.key) if cache else line.key, cache)
         tenant = Tenant(grant.name or digest.hex(), grant.name or "unnamed", namespace, grant.weight, grant.requests,
                         grant.tokens_per_minute)
         if tenants.setdefault(digest, tenant) != tenant:
@@ -153,5 +153,5 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
-def _tag(key: str, name: str) -> str:
+def _namespace(key: str, name: str) -> str:
     return hashlib.blake2b(name.encode(), key=_digest(key), digest_size=16, person=b"slipstream-cache").hexdigest()

@@ -241,7 +241,7 @@ def test_a_whole_answer_costs_as_much_for_each_of_its_deltas(use: ToolUse | None
     options = Options(Sampling(), parse_markup=True, tool_use=use)
     reply = ChatReply("a", 0, Job("chat", "tiny", ((1,),), (1000,), options, 260), codec, "")
     deltas = [TextDelta(Counted("word ")) for _ in range(1000)]
-    message = reply.whole([deltas], Usage(1, 1000))["choices"][0]["message"]
+    message = reply.body([deltas], Usage(1, 1000))["choices"][0]["message"]
     told = message["tool_calls"][0]["function"]["arguments"] if use else message["content"]
     assert told == "word " * 1000 and Counted.seen <= len(told)
 
@@ -472,7 +472,7 @@ def test_scores_of_a_long_answer_are_written_in_parts(kind: type[ChatReply | Tex
               for i in range(4000)]
     answers = [[TextDelta("x", (token,), "length" if i == 3999 else "") for i, token in enumerate(tokens)]]
     tracemalloc.start()
-    told = orjson.dumps(kind("a", 0, job, codec, "").whole(answers, Usage(1, 4000)))
+    told = orjson.dumps(kind("a", 0, job, codec, "").body(answers, Usage(1, 4000)))
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert most < 4 * len(told), (most, len(told))

@@ -137,7 +137,7 @@ async def test_the_assistants_last_words_are_continued(tiny_folder: Path) -> Non
 def test_tokens_that_were_cached_count_apart_in_messages() -> None:
     told = MessagesReply(AnswerHead("a", 0, "tiny", None))
     told.events(TextDelta("So.", finish="stop"))
-    usage = told.whole(Usage(10, 2, cached_tokens=4), None)["usage"]
+    usage = told.body(Usage(10, 2, cached_tokens=4), None)["usage"]
     assert usage == {"input_tokens": 6, "cache_read_input_tokens": 4, "cache_creation_input_tokens": 0,
                      "output_tokens": 2}, "whose sum is the prompt, none of them null"
 
@@ -408,7 +408,7 @@ def test_a_thought_bears_a_signature_whole_and_in_events() -> None:
     begun, *events = named_events(reply.events(TextDelta("<think>Hm.</think>So.", finish="stop")).decode())
     assert begun["content_block"]["signature"] == "" and [event.get("delta", {}).get("type") for event in events] == [
         "thinking_delta", "signature_delta", None, None, "text_delta", None]
-    told = reply.whole(Usage(1, 1), None)["content"][0]
+    told = reply.body(Usage(1, 1), None)["content"][0]
     assert events[1]["delta"]["signature"] == told["signature"] != ""
 
 
@@ -418,7 +418,7 @@ def test_a_thought_comes_back_by_either_of_its_contents(kept: str) -> None:
     reply = ResponsesReply(AnswerHead("a", 0, "tiny", Markup(Style(reasoning_marks=REASONING_MARKS[0]), {})))
     events = named_events(reply.events(TextDelta("<think>Hm.</think>So.", finish="stop")).decode())
     done = next(event["item"] for event in events if event["type"] == "response.output_item.done")
-    assert "encrypted_content" not in events[0]["item"] and done == reply.whole(Usage(1, 1), None)["output"][0]
+    assert "encrypted_content" not in events[0]["item"] and done == reply.body(Usage(1, 1), None)["output"][0]
     thought = {name: done[name] for name in ("type", "id", "summary", kept)}
     said = [{"role": "user", "content": "x"}, thought, {"role": "assistant", "content": "So."}]
     assert responses.chat_of({"input": said})["messages"][1] == {**said[2], "reasoning_content": "Hm."}

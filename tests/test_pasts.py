@@ -151,7 +151,7 @@ def test_ids_of_calls_come_back_as_templates_take_them() -> None:
     def told(kind: type[MessagesReply | ResponsesReply]) -> Any:
         reply = kind(AnswerHead("a" * 32, 0, "tiny", Markup(Style(("<tool_call>",)), {"weather": SCHEMA})))
         reply.events(TextDelta(CALL + CALL, finish="stop"))
-        return reply.whole(Usage(10, 2), None)
+        return reply.body(Usage(10, 2), None)
 
     uses = [block for block in told(MessagesReply)["content"] if block["type"] == "tool_use"]
     items = [item for item in told(ResponsesReply)["output"] if item["type"] == "function_call"]

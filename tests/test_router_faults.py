@@ -370,7 +370,7 @@ async def test_keys_are_taken_again_when_their_file_changes(tmp_path: Path, caps
 
     turn("one")
     keys = ApiKeys(file)
-    following = asyncio.create_task(keys.follow(look_s=0.01))
+    following = asyncio.create_task(keys.reload_on_change(interval_s=0.01))
     assert keys.tenant("old-key") and not keys.tenant("new-key")
     turn("two")
     await eventually(lambda: keys.tenant("new-key"))

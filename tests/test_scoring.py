@@ -447,14 +447,14 @@ async def test_where_no_prompt_is_told_none_is_scored(routed: Routing) -> None:
 
 async def test_what_is_told_of_an_answer_is_bounded_before_and_written_beside_the_loop(
         tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, threads, whole = EchoTarget(end=200), list[str](), ChatReply.whole
+    target, threads, whole = EchoTarget(end=200), list[str](), ChatReply.body
     target.context = 1 << 17
 
     def watched(reply: ChatReply, answers: Any, usage: Any) -> Any:
         threads.append(threading.current_thread().name.partition("_")[0])
         return whole(reply, answers, usage)
 
-    monkeypatch.setattr(ChatReply, "whole", watched)
+    monkeypatch.setattr(ChatReply, "body", watched)
     asked: dict[str, Any] = {"messages": HELLO, "logprobs": True, "top_logprobs": 20}
     async with routing(tiny_folder, target) as routed:
         answer = await routed.post(CHAT, max_tokens=1 << 15, **asked)

@@ -287,14 +287,14 @@ def test_a_question_costs_the_same_however_many_keys_there_are(tmp_path: Path) -
 
 async def test_streams_go_on_while_keys_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten thousand of them took a tenth of a second of the event loop."""
-    keys, threads, own_read = ApiKeys(written(tmp_path, "old")), set[int](), tenants._read
+    keys, threads, own_read = ApiKeys(written(tmp_path, "old")), set[int](), tenants._read_keys
 
     def reads(file: Path) -> Any:
         threads.add(threading.get_ident())
         return own_read(file)
 
-    monkeypatch.setattr(tenants, "_read", reads)
-    async with background_tasks(keys.follow(0.001)):
+    monkeypatch.setattr(tenants, "_read_keys", reads)
+    async with background_tasks(keys.reload_on_change(0.001)):
         written(tmp_path, "new-key")
         await eventually(lambda: keys.tenant("new-key") is not None)
     assert threads and threading.get_ident() not in threads

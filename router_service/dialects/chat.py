@@ -268,7 +268,7 @@ class ChatReply:
     def usage_chunk(self, usage: Usage) -> Json:
         return self._chunk([]) | usage_fields(usage, self._reasoning_tokens)
 
-    def whole(self, answers: Sequence[Sequence[TextDelta]], usage: Usage) -> Json:
+    def body(self, answers: Sequence[Sequence[TextDelta]], usage: Usage) -> Json:
         choices = []
         for number, deltas in enumerate(answers):
             tokens = [token for delta in deltas for token in delta.tokens]

@@ -86,7 +86,7 @@ class TextReply:
     def usage_chunk(self, usage: Usage) -> Json:
         return {**self._head, "choices": [], **usage_fields(usage)}
 
-    def whole(self, answers: Sequence[Sequence[TextDelta]], usage: Usage) -> Json:
+    def body(self, answers: Sequence[Sequence[TextDelta]], usage: Usage) -> Json:
         choices = [self._choice(number, deltas) for number, deltas in enumerate(answers)]
         return {**self._head, "choices": choices, **usage_fields(usage)}
 

@@ -205,7 +205,7 @@ class MessagesReply:
         """The event of an answer that ends with an error."""
         return event_of("error", error_of(problem))
 
-    def whole(self, usage: Usage, stop: str | None) -> Json:
+    def body(self, usage: Usage, stop: str | None) -> Json:
         """The whole answer as one object."""
         content = [_block(block, block.text) for block in self._blocks.all]
         return {**self._head, "content": content, **self._stop_fields(stop), "usage": _usage(usage)}

@@ -445,7 +445,7 @@ class Reply(Protocol):
 
     def usage_chunk(self, usage: Usage) -> Json: ...
 
-    def whole(self, answers: Sequence[Sequence[TextDelta]], usage: Usage) -> Json: ...
+    def body(self, answers: Sequence[Sequence[TextDelta]], usage: Usage) -> Json: ...
 
 
 class Chunks:
@@ -529,7 +529,7 @@ class Job:
     options: Options
     vocab_size: int
     continues: bool = False  # the answers go on from the prompts, not a turn of their own
-    begun: Sequence[int] = field(default=(), repr=False)  # tokens of the only answer that its client has
+    resumed_tokens: Sequence[int] = field(default=(), repr=False)  # of the only answer, that its client already has
     identity: Identity | None = None  # of the model that must answer; None: any
     echoed_texts: tuple[str, ...] = field(default=(), repr=False)  # of the prompts, where they are echoed
     bad_words: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
@@ -566,7 +566,7 @@ class Job:
         # The head is as much work for a scored token as for an answered one; a token that the client already has is
         # computed like a prompt's.
         times = 1 if self.options.prompt_top_logprobs is None else 1 + self.options.n
-        return sum(map(len, self.prompts)) * times + len(self.begun)
+        return sum(map(len, self.prompts)) * times + len(self.resumed_tokens)
 
     @property
     def num_scores(self) -> int:

@@ -232,7 +232,7 @@ class ResponsesReply:
 
     def closing(self, usage: Usage, stop: str | None) -> bytes:
         """The last events."""
-        response = self.whole(usage, stop)
+        response = self.body(usage, stop)
         return self._event(f"response.{response['status']}", {"response": response})
 
     def error_events(self, problem: Problem) -> bytes:
@@ -244,7 +244,7 @@ class ResponsesReply:
         return self._event("error", {**error, "code": problem.code, "param": problem.param}) + self._event(
             "response.failed", {"response": failed})
 
-    def whole(self, usage: Usage, stop: str | None) -> Json:
+    def body(self, usage: Usage, stop: str | None) -> Json:
         """The whole answer as one object."""
         cut = self._blocks.finish == "length"
         return {**self._head, "status": "incomplete" if cut else "completed",
