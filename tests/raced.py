@@ -249,7 +249,7 @@ def interpreted(times: int) -> str:
 
 def sources() -> Iterator[tuple[str, ASTSource, int]]:
     """All that is launched for a model of 128,256 columns: a name, what is compiled, warps."""
-    of_parts = {"logits": "*fp32", "asked": "*i64", "vocabulary": "*i64", "keys": "*i64", "columns": "*i32",
+    of_parts = {"logits": "*fp32", "row_params": "*i64", "vocabulary": "*i64", "keys": "*i64", "columns": "*i32",
                 "sums": "*fp32", "most": "i32"}
     of_rows = {"keys": "*i64", "columns": "*i32", "sums": "*fp32", "vocabulary": "*i64", "tokens": "*i64",
                "shares": "*fp64", "most": "i32", "wanted": "i32"}
@@ -259,12 +259,12 @@ def sources() -> Iterator[tuple[str, ASTSource, int]]:
             without = {} if named else {"vocabulary": None}
             sizes = {"NOISED": noised, "WIDTH": width, "PARTS": parts, "PART": PART}
             yield (f"parts, noise {noised}", source(race_kernels.part_winners, of_parts, without | sizes | (
-                {} if noised else {"asked": None})), 8)
+                {} if noised else {"row_params": None})), 8)
             sizes = {"PARTS": parts, "PARTS_BLOCK": 128, "BLOCK": 128 * MOST, "MOST": MOST}
             yield (f"rows, noise {noised}", source(race_kernels.winners, of_rows, without | sizes | (
                 {"sums": None} if noised else {})), 8)
     of_filters = of_parts | {"tokens": "*i64", "shares": "*fp64", "masses": "*fp64", "counts": "*i64",
-                             "found": "*i64", "told": "*fp64", "greatest_of": "*i64", "held": "i32"}
+                             "chosen": "*i64", "certainty": "*fp64", "greatest_of": "*i64", "num_greatest": "i32"}
     sizes = {"WIDTH": width, "PARTS": parts, "PARTS_BLOCK": 128}
     for beside in (True, False):
         without = {} if beside else {"greatest_of": None}
@@ -305,7 +305,7 @@ def compilations() -> int:
     bits, small, floats, wide = (torch.zeros(100, dtype=kind) for kind in (
         torch.int64, torch.int32, torch.float32, torch.float64))
     for first, most, wanted in itertools.product((0, 1, 3, 16), (1, 2, 9, 16, 32), (1, 8, 16)):
-        out = wide[first:], bits[first:], wide[first:]  # shares, found, told
+        out = wide[first:], bits[first:], wide[first:]  # shares, chosen, certainty
         launches = ((race_kernels.part_winners, (floats[first:], bits, bits[first:], bits, small, None, most, True,
                                                  *SIZES)),
                     (race_kernels.winners, (bits, small, None, bits[first:], bits[first:], wide[first:], most, wanted,

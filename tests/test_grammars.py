@@ -22,7 +22,7 @@ from slipstream.base.fair_executor import FairExecutor
 from slipstream.base.offload import ChildProcess
 from slipstream.grammar.compiling import Vocabulary
 from slipstream.grammar.matcher import StopTokens
-from slipstream.grammar.trial import MAX_EACH, TOO_MUCH, Trial, Trials
+from slipstream.grammar.trial import MAX_WAITING_EACH, TOO_COSTLY, Trial, Trials
 from slipstream.models.folder import load_tokenizer
 from slipstream.protocol.grammar import Grammar
 from slipstream.protocol.requests import Request, Sampling
@@ -119,7 +119,7 @@ def test_what_took_too_much_is_tried_again(trial: Trial, monkeypatch: pytest.Mon
     """A large schema that was met in a slow moment was refused until the process ended."""
     grammar = Grammar("regex", "[p-r]+")
     with monkeypatch.context() as slow:
-        slow.setattr(trial, "_ask", lambda _: TOO_MUCH)
+        slow.setattr(trial, "_ask", lambda _: TOO_COSTLY)
         with pytest.raises(InvalidRequest, match="more work"):
             trial.check(grammar)
     trial.check(grammar)
@@ -132,7 +132,7 @@ def test_what_one_namespace_tried_tells_another_nothing(trial: Trial) -> None:
 
 
 async def test_many_grammars_of_one_hold_up_anothers_by_one() -> None:
-    executor, order, held = FairExecutor("grammars", 0.1, "too many", MAX_EACH), list[str](), threading.Event()
+    executor, order, held = FairExecutor("grammars", 0.1, "too many", MAX_WAITING_EACH), list[str](), threading.Event()
     loop = asyncio.get_running_loop()
 
     def run(namespace: str, work: Callable[[], Any]) -> asyncio.Future[Any]:
@@ -141,7 +141,7 @@ async def test_many_grammars_of_one_hold_up_anothers_by_one() -> None:
         return future
 
     first = run("a", held.wait)
-    flood = [run("a", partial(order.append, f"a{i}")) for i in range(MAX_EACH)]
+    flood = [run("a", partial(order.append, f"a{i}")) for i in range(MAX_WAITING_EACH)]
     with pytest.raises(CapacityError) as refused:
         run("a", held.wait)
     assert refused.value.retry_after_s > 0
@@ -149,7 +149,7 @@ async def test_many_grammars_of_one_hold_up_anothers_by_one() -> None:
     gone.cancel()
     held.set()
     await asyncio.gather(first, *flood, kept)
-    assert order.index("b") <= 2 and "gone" not in order and len(order) == MAX_EACH + 1
+    assert order.index("b") <= 2 and "gone" not in order and len(order) == MAX_WAITING_EACH + 1
     with pytest.raises(ZeroDivisionError):
         await run("a", lambda: 1 // 0)
     executor.close()
@@ -160,7 +160,7 @@ async def test_a_target_binds_all_answers_of_one_request(tiny_folder: Path) -> N
     grammar = Grammar("choice", '["a", "b"]')
     request = Request("r", tuple(b"the cat"), Sampling(stop_token_ids=(EOS,)), 4, grammar=grammar)
     async with target(tiny_folder) as rig:
-        for answer in [rig.service.submit(request) for _ in range(MAX_EACH + 2)]:
+        for answer in [rig.service.submit(request) for _ in range(MAX_WAITING_EACH + 2)]:
             assert [piece.finish async for piece in answer][-1] == "stop"
 
 

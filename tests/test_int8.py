@@ -380,7 +380,7 @@ def test_a_heads_matrices_are_whole_numbers_when_that_is_wanted_and_not_else(tmp
     head = read_head(write_eagle_folder(tmp_path / "head", config), target)
     found = {}
     for kernels_of, whole in (("torch", False), ("native", False), ("native", True)):
-        network = EagleNetwork(head, "bfloat16", torch.device("cpu"), 64, kernels=kernels_of, whole=whole)
+        network = EagleNetwork(head, "bfloat16", torch.device("cpu"), 64, kernels=kernels_of, to_int8=whole)
         content = random(20, network.features.width).to(torch.bfloat16).view(torch.uint8).numpy().tobytes()
         (rows,) = network.read([Features(0, 0, content, 20, "bfloat16")])
         found[kernels_of, whole] = network.forward(rows_batch(network.slots.alloc(20), network.device, rows)).logits

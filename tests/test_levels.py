@@ -17,7 +17,7 @@ from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.drafting.neural import NeuralDrafter
 from slipstream.engine.attention import PagedAttention, TorchAttention
 from slipstream.engine.graphs import Capture, CudaCapture, Replay, capture_eager
-from slipstream.engine.ops.races import MOST, NOISY, DeviceRace
+from slipstream.engine.ops.races import MOST, ROW_PARAMS, DeviceRace
 from slipstream.protocol.messages import Growth
 from slipstream.protocol.requests import Sampling
 from tests.both import MIXED, Both
@@ -42,7 +42,7 @@ class Drawing(DeviceRace):
 
     def _best(self, logits: torch.Tensor, asked: torch.Tensor | None, sums: torch.Tensor | None, rows: int, most: int,
               wanted: int, noised: bool = True, held: int = MOST) -> torch.Tensor:
-        assert noised and asked is not None and asked.shape == (rows, NOISY)
+        assert noised and asked is not None and asked.shape == (rows, ROW_PARAMS)
         keys, places, heats = asked.unbind(1)[:3]
         ids = torch.arange(self.width) if self.vocabulary is None else self.vocabulary
         scores = logits[places].double() / heats.contiguous().view(torch.float64)[:, None] + noise(keys, ids[None])

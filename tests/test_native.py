@@ -33,8 +33,8 @@ from slipstream.engine.native.program import (
     NativeLinear,
     Packed,
     Program,
+    RopeTable,
     Screen,
-    Table,
     Team,
 )
 from slipstream.engine.ops.layer import Heads, Linear, Rope
@@ -142,7 +142,7 @@ def test_rows_that_are_joined_on_their_way_are_those_that_are_joined_when_they_a
             runner.logits_and_best(batch, GREEDY)
             runner.states(batch)
         assert isinstance(runner.model, NativeDecoder)
-        held = {(taps.join is not None, scores) for taps, scores, _ in runner.model._lists}
+        held = {(taps.join is not None, scores) for taps, scores, _ in runner.model._prepared}
         assert held >= {(False, False), (True, True)}
         normed = replace(joined, projection=replace(by, norm_width=64, weights=content + content[:384]))
         runner.keep_features(normed)
@@ -251,7 +251,7 @@ def test_what_is_drawn_of_a_screened_head_is_drawn_of_all_its_logits(width: int,
 
 def test_a_step_tells_what_it_draws_and_all_logits_where_it_cannot(tmp_path: Path,
                                                                        monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(NativeHead, "_serves", lambda self, screen: True)  # though it saves nothing of so few tokens
+    monkeypatch.setattr(NativeHead, "_passes_trial", lambda self, screen: True)  # though it saves nothing
     model = load_model(write_tiny_model(tmp_path, "llama", **SHAPE), ModelSection(kernels="native"))
     runner, builder = ModelRunner(model, 64), BatchBuilder()
     builder.add(range(1, 9), range(8), range(8), np.zeros(0, np.int64))
@@ -310,8 +310,8 @@ def test_a_linear_on_the_kernels_is_torchs_to_rounding() -> None:
 
 def test_rotary_rows_of_the_table_are_those_of_single_positions() -> None:
     config = parse_config(tiny_config("llama", **SHAPE), "tiny")
-    table, rope = Table(config), Rope(config, torch.float32, torch.device("cpu"))
-    table.reach(5000)
+    table, rope = RopeTable(config), Rope(config, torch.float32, torch.device("cpu"))
+    table.ensure(5000)
     for positions in ([0], [4097], list(range(77, 88)), [9000, 3]):
         cos, sin = rope.rows(torch.tensor(positions))
         assert torch.equal(table.cos[positions], cos) and torch.equal(table.sin[positions], sin)
@@ -358,7 +358,7 @@ def everything(team: Team) -> list[torch.Tensor]:
     program = Program(team)
     program.norm(x, torch.rand(x.shape[1], generator=dice), 1e-5, normed)
     shape = Heads(heads, kv_heads, size, q_norm, k_norm, 1e-5)
-    program.turn(x, shape, 0, queries)
+    program.rotate_and_store(x, shape, 0, queries)
     program.attention(queries, shape, 0, attended)
     program.product(attended, Packed(team, weight, torch.rand(70, generator=dice)), product, add=True)
     program.product(attended, Packed(team, gates, silu=True), gated)

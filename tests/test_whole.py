@@ -67,7 +67,7 @@ class WholeTrees(Both):
     def __init__(self, head: EagleHead, topk: int, steps: int, slots: int = 900,
                  change: Callable[[Grown], Grown] = lambda grown: grown, whole: bool = False) -> None:
         growth = GrowthSection(num_steps=steps, topk=topk, num_draft_tokens=12)
-        networks = [EagleNetwork(head, "bfloat16", CPU, slots, kernels="native", whole=whole, cores=3)
+        networks = [EagleNetwork(head, "bfloat16", CPU, slots, kernels="native", to_int8=whole, cores=3)
                     for _ in range(2)]
         assert networks[0].native is not None
         self.watched = Watched(networks[0].native, change)

@@ -55,7 +55,7 @@ def attention(runner: ModelRunner, batch: ForwardBatch) -> Part:
     """The attention of all layers."""
     model = runner.model
     if isinstance(model, NativeDecoder):
-        program, frame = model.listed(batch.num_rows, Taps(())).program.only(ATTEND), model.frame(batch, runner.pool)
+        program, frame = model.prepared(batch.num_rows, Taps(())).program.only(ATTEND), model.frame(batch, runner.pool)
         return lambda: program.run(frame)
     attend = TorchAttention(model.config, model.dtype).plan(batch)
     q = torch.randn(batch.num_rows, model.config.num_heads, model.config.head_dim).to(model.dtype)
@@ -67,7 +67,7 @@ def products_and_head(runner: ModelRunner) -> tuple[Part, Part]:
     model = runner.model
     if isinstance(model, NativeDecoder):
         batch, state = chains(places_of(*PLAIN), 1).build(), torch.randn(1, model.config.hidden_size).to(model.dtype)
-        return partial(model.listed(1, Taps(())).program.only(PRODUCT).run, model.frame(batch, runner.pool)), partial(
+        return partial(model.prepared(1, Taps(())).program.only(PRODUCT).run, model.frame(batch, runner.pool)), partial(
             model.logits, state)
     assert isinstance(model, Decoder)
     linears = [(linear, torch.randn(1, linear.in_features).to(model.dtype)) for linear in model.linears()]

@@ -44,7 +44,7 @@ from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.graphs import Capture
 from slipstream.engine.kv import Indices
 from slipstream.engine.native.draft import MOST_BITS, Grown, Seed
-from slipstream.engine.ops.races import NOISY, noisy_rows
+from slipstream.engine.ops.races import ROW_PARAMS, pack_row_params
 from slipstream.observe.log import logger
 from slipstream.protocol.requests import Sampling
 
@@ -203,12 +203,12 @@ def is_narrow(sampling: Sampling) -> bool:
 
 
 def noise_keys(seeds: Sequence[Seed], shape: Shape) -> Indices:
-    """[M, NOISY]: the values of ``races.noisy_rows`` for B roots, then for the K rows of each in every level; rows of
-    sessions beyond ``seeds`` hold arbitrary values."""
+    """[M, ROW_PARAMS]: the values of ``races.pack_row_params`` for B roots, then for the K rows of each in every
+    level; rows of sessions beyond ``seeds`` hold arbitrary values."""
     wanted = [(seed.drawn or Sampling(), seed.base) for seed in seeds]
     wanted += [(Sampling(temperature=1.0), 0)] * (shape.sessions - len(seeds))
     depths, count = range(1 + shape.levels), shape.sessions * (1 + shape.levels)
-    found = noisy_rows([sampling for sampling, _ in wanted] * len(depths), [1] * count,
+    found = pack_row_params([sampling for sampling, _ in wanted] * len(depths), [1] * count,
                        [base + depth for depth in depths for _, base in wanted], range(count))
     rows = np.concatenate((found[: shape.sessions], found[shape.sessions :].repeat(shape.topk, 0)))
     rows[:, 1] = np.concatenate((np.arange(shape.sessions), *[np.arange(shape.rows)] * shape.levels))
@@ -267,7 +267,7 @@ class TreeGraph:
         bits = np.uint64(1) << np.arange(k * levels, dtype=np.uint64)
         self._bits = torch.from_numpy(bits.view(np.int64)).to(device).view(levels, k)
         sizes = (shape.pending, shape.pending, shape.pending, b, shape.rows, levels * shape.rows,
-                 NOISY * (b + levels * shape.rows) if drawn else 0,
+                 ROW_PARAMS * (b + levels * shape.rows) if drawn else 0,
                  packed_size(shape.pending, b + 1), packed_size(shape.rows, b))
         self._start = torch.zeros(sum(sizes), dtype=torch.int64, device=device)  # see ``_write``
         *self._parts, pending, level = self._start.split_with_sizes(sizes)
@@ -344,7 +344,7 @@ class TreeGraph:
         network, shape = self._network, self._shape
         b, k, levels = shape.sessions, shape.topk, shape.levels
         tokens, positions, slots, roots, tree_positions, tree_slots, keys = self._parts
-        keys_by_level = keys.view(-1, NOISY).split_with_sizes((b, *[shape.rows] * levels)) if self._drawn else ()
+        keys_by_level = keys.view(-1, ROW_PARAMS).split_with_sizes((b, *[shape.rows] * levels)) if self._drawn else ()
         network.clear(tree_slots)
         out = network.level(tokens, positions, slots, self._inputs, self._attends[0], roots)
         ids, above = self._store(0, 1, out, keys_by_level)

@@ -119,7 +119,7 @@ def _eagle(section: DraftSection, model: ModelSection, num_slots: int) -> Drafte
     race = race_for(_kernels(model), head.config, device, some_tokens(head.vocabulary, head.config.vocab_size, device))
     network = _ready(section, model, lambda ops: EagleNetwork(
         head, section.dtype, device, num_slots, True, ops, kernels=ours, spare_slots=spare,
-        whole=section.quantize in ("auto", "int8"), cores=0 if model.threads else cores(), race=race), head.config)
+        to_int8=section.quantize in ("auto", "int8"), cores=0 if model.threads else cores(), race=race), head.config)
     _quantized(section, model, network.linears(), head.config)
     return _drafter(section, network, network.native if network.native is not None
                     else _graphs(section, network) if spare else None)

@@ -43,7 +43,7 @@ from slipstream.engine.attention import (
 )
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.model import ModelConfig
-from slipstream.engine.proof import Proof, objection
+from slipstream.engine.proof import Proof, rejection_reason
 from slipstream.observe.log import logger
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
@@ -124,7 +124,7 @@ def unsupported_reason(config: ModelConfig, dtype: torch.dtype, device: torch.de
 
 
 def attention_for(config: ModelConfig, dtype: torch.dtype, device: torch.device,
-                  proof: Proof = objection) -> Attention:
+                  proof: Proof = rejection_reason) -> Attention:
     """FlashInfer's attention if it passes its trials, in another process and in this one; else torch's, with a warning
     on a GPU."""
     reason = unsupported_reason(config, dtype, device)

@@ -41,7 +41,7 @@ VERDICT_PREFIX = "verdict "  # the beginning of a witness's line with the verdic
 TRANSIENT_ERRORS = ("out of memory", "Out of memory", "OutOfMemoryError")  # errors that may be over at the next start
 
 
-def objection(what: What, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str:
+def rejection_reason(what: What, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str:
     """Why these kernels may not serve a model of these dimensions, in words; empty: they may."""
     about = question_for(what, config, dtype)
     environment = {"gpu": torch.cuda.get_device_name(device), "driver": driver(), "slipstream": __version__,
@@ -72,7 +72,7 @@ def cached_verdict(folder: Path, about: dict[str, object], trial_command: Sequen
 
 
 def run_trial(trial_command: Sequence[str], limit_s: float = LIMIT_S) -> tuple[str, bool]:
-    """Run a trial's command: its objection, or how it ended; and whether this holds for the next start, too."""
+    """Run a trial's command: why it rejects the kernels, or how it ended; and whether this holds for the next start."""
     try:
         done = subprocess.run(trial_command, capture_output=True, text=True, timeout=limit_s, check=False)
     except subprocess.TimeoutExpired:

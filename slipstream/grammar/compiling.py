@@ -27,7 +27,7 @@ from slipstream.base.errors import InvalidRequest, ModelError
 from slipstream.grammar.conditions import rewrite_conditions
 from slipstream.grammar.exclusive import resolved, rewrite_one_of
 from slipstream.grammar.matcher import Matcher, StopTokens
-from slipstream.grammar.patterns import NARROWER, OF_FORMATS, without_lookaheads
+from slipstream.grammar.patterns import FORMAT_PATTERNS, STRICTER_FORMATS, without_lookaheads
 from slipstream.grammar.presence import rewrite_presence
 from slipstream.protocol.grammar import Grammar
 
@@ -227,11 +227,11 @@ def _rewrite_keywords(part: dict[str, Any]) -> bool:
         part["enum"], changed = [], True
     if part.get("nullable") is True and isinstance(kind := part.get("type"), str) and kind != "null":
         part["type"], changed = [kind, "null"], True  # as OpenAPI 3.0 has it, which knows no list of types
-    if isinstance(form, str) and form in OF_FORMATS and "pattern" not in part:
-        part["pattern"], changed = OF_FORMATS[form], True
+    if isinstance(form, str) and form in FORMAT_PATTERNS and "pattern" not in part:
+        part["pattern"], changed = FORMAT_PATTERNS[form], True
         del part["format"]
-    if isinstance(form, str) and form in NARROWER:
-        part["format"], changed = NARROWER[form], True
+    if isinstance(form, str) and form in STRICTER_FORMATS:
+        part["format"], changed = STRICTER_FORMATS[form], True
     if isinstance(form, str) and form in EXACTLY and "pattern" not in part:
         part["pattern"], changed = EXACTLY[form], True
     elif form == "time" and isinstance(part.get("pattern"), str) and NO_OFFSET.fullmatch(part["pattern"]):

@@ -16,63 +16,63 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-MOST_DIGITS = 40  # that may be split everywhere
+MAX_SPLIT_DIGITS = 40  # up to so many digits the decimal point may be anywhere
 _ATOM, _HOST = r"[A-Za-z0-9_'+-]", r"@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
 _TIME = r"T(\d+H(\d+M)?(\d+([.,]\d+)?S)?|\d+M(\d+([.,]\d+)?S)?|\d+([.,]\d+)?S)"
-KNOWN = {
+REPLACEMENTS = {
     r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]" + _HOST: rf"^({_ATOM}+\.)*{_ATOM}*[A-Za-z0-9_+-]{_HOST}",
     r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$":
         rf"^P(\d+W|(\d+Y(\d+M)?(\d+D)?|\d+M(\d+D)?|\d+D)({_TIME})?|{_TIME})$",
 }
 
 
-def _reference(scheme: str, beyond: str = "") -> str:
-    """A URI. scheme: "?" where it may lack its own; beyond: what an IRI has besides."""
-    letter = f"[A-Za-z0-9._~!$&'()*+,;=@{beyond}-]|%[0-9A-Fa-f]{{2}}"
-    part, rest = f"({letter}|:)", f"({letter}|[:/?])*"
-    way, host = f"(/{part}*)*", f"//[A-Za-z0-9{beyond}]([A-Za-z0-9._~{beyond}-]*[A-Za-z0-9{beyond}])?(:[0-9]{{1,5}})?"
+def _reference(scheme: str, extra: str = "") -> str:
+    """A URI. scheme: "?" if it may lack one; extra: characters that an IRI may have besides."""
+    character = f"[A-Za-z0-9._~!$&'()*+,;=@{extra}-]|%[0-9A-Fa-f]{{2}}"
+    in_path, query = f"({character}|:)", f"({character}|[:/?])*"
+    path, host = f"(/{in_path}*)*", f"//[A-Za-z0-9{extra}]([A-Za-z0-9._~{extra}-]*[A-Za-z0-9{extra}])?(:[0-9]{{1,5}})?"
     own = "[A-Za-z][A-Za-z0-9+.-]*:"
-    named = f"({own}){scheme}({host}{way}|/({part}+{way})?)|{own}(///)?{part}+{way}"
-    alone = f"|({letter})+{way}|" if scheme else ""
-    return rf"^({named}{alone})(\?{rest})?(#{rest})?$"
+    absolute = f"({own}){scheme}({host}{path}|/({in_path}+{path})?)|{own}(///)?{in_path}+{path}"
+    relative = f"|({character})+{path}|" if scheme else ""
+    return rf"^({absolute}{relative})(\?{query})?(#{query})?$"
 
 
 _POINTER, _NAME = "(/([^/~]|~[01])*)*", r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*(\*|:[1-9][0-9]{0,3})?"
-_BEYOND = "\u00a0-\ud7ff\uf900-\ufdcf\ufdf0-\uffef"
-OF_FORMATS = {
-    "uri-reference": _reference("?"), "iri": _reference("", _BEYOND), "iri-reference": _reference("?", _BEYOND),
+_IRI = "\u00a0-\ud7ff\uf900-\ufdcf\ufdf0-\uffef"
+FORMAT_PATTERNS = {
+    "uri-reference": _reference("?"), "iri": _reference("", _IRI), "iri-reference": _reference("?", _IRI),
     "json-pointer": f"^{_POINTER}$", "relative-json-pointer": f"^(0|[1-9][0-9]*)(#|{_POINTER})$",
     "uri-template": r"^([A-Za-z0-9._~!$&()*+,;=@:/?#-]|%[0-9A-Fa-f]{2}|\{[+#./;?&]?" rf"{_NAME}(,{_NAME})*\}})*$"}
-NARROWER = {"idn-email": "email", "idn-hostname": "hostname"}
+STRICTER_FORMATS = {"idn-email": "email", "idn-hostname": "hostname"}
 
 
 def without_lookaheads(pattern: str) -> str:
     """An equal or stricter pattern without lookaheads; ``pattern`` itself if it is not a known one."""
-    if (known := KNOWN.get(pattern)) is not None:
-        return known
-    for form, replacement in DECIMALS:
-        if found := form.fullmatch(pattern):
-            return replacement(*map(int, found.groups()))
+    if (replacement := REPLACEMENTS.get(pattern)) is not None:
+        return replacement
+    for form, replace in DECIMALS:
+        if match := form.fullmatch(pattern):
+            return replace(*map(int, match.groups()))
     return pattern
 
 
 def _decimal(whole: int, places: int) -> str:
-    """So many digits before the point at most, zeros not counted, and behind it."""
+    """At most ``whole`` digits before the point, leading zeros not counted, and ``places`` behind it."""
     digits = rf"(0*\d{{1,{whole}}}|0+)" if whole else "0+"
     return rf"^[+-]?{digits}(\.\d{{0,{places}}}0*)?$"
 
 
 def _digits(most: int) -> str:
-    """So many in all."""
-    if most > MOST_DIGITS:
+    """At most ``most`` digits in all."""
+    if most > MAX_SPLIT_DIGITS:
         return rf"^[+-]?\d{{1,{most}}}$"
     split = "|".join(rf"\d{{{whole}}}\.\d{{0,{most - whole}}}" for whole in range(1, most + 1))
     return rf"^[+-]?(0*\d{{1,{most}}}|{split})$"
 
 
-def _pydantic_form(behind: str) -> re.Pattern[str]:
-    """Of Pydantic's, "#" being a number."""
-    return re.compile(re.escape(rf"^(?!^[-+.]*$)[+-]?0*{behind}").replace(r"\#", r"(\d{1,6})"))
+def _pydantic_form(ending: str) -> re.Pattern[str]:
+    """A pattern that matches Pydantic's patterns; "#" stands for a number."""
+    return re.compile(re.escape(rf"^(?!^[-+.]*$)[+-]?0*{ending}").replace(r"\#", r"(\d{1,6})"))
 
 
 DECIMALS: tuple[tuple[re.Pattern[str], Callable[..., str]], ...] = (

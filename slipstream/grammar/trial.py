@@ -1,11 +1,11 @@
-"""A grammar is tried in a process of its own before it comes into one that others depend on.
+"""Tries a grammar in a process of its own before it is compiled in one that others depend on.
 
 llguidance counts most of its work but not all: a few thousand ``.?`` take seconds to compile, and names that refer to
 one another thousands deep exceed a thread's stack, which ends the process.
 
 Rules:
 1. A trial is what the target does with a grammar: it is compiled with the model's own tokens, and followed for
-   ``STEPS`` tokens; and so is each pattern of a schema alone, until ``LEAVES_S`` are over: an answer would end with an
+   ``STEPS`` tokens; and so is each pattern of a schema alone, until ``PARTS_S`` are over: an answer would end with an
    error where it comes to one that costs too much. Each trial has a fork of the process, ``CPU_S`` of the processor and
    a part of the usual stack. A target allows ``TARGET_CPU_S``: what just passed at a router passes there.
 2. Whatever ends a trial is a refusal of that grammar; the process with the tokens lives on.
@@ -13,10 +13,10 @@ Rules:
    ended. A service waits for it before it takes requests, because its start would slow the first answers' steps and
    falsify the measured step costs.
 4. Beside an event loop grammars are tried and compiled in one thread, and namespaces take turns: many grammars of one
-   hold up another's by one at a time. At a router ``MAX_EACH`` of a namespace may wait, its share of that while others
-   wait too, and ``MAX_WAITING`` of all: who finds no room is refused. A target has a bound for all answers that wait,
+   hold up another's by one at a time. At a router ``MAX_WAITING_EACH`` of a namespace may wait, its share of that while
+   others wait too, and ``MAX_WAITING`` of all: the others are refused. A target has a bound for all answers that wait,
    of which one request may bring many. A client that leaves before its turn is skipped. A target compiles a grammar in
-   the turn in which it tried it: who asks it may be no router.
+   the turn in which it tried it: requests may come without a router.
 5. Every answer has its own compilation: states that llguidance builds during an answer count against a limit, and an
    answer must not end early because of another's states.
 6. Results are remembered by the grammar's digest, for each namespace apart, so that the time of a trial does not reveal
@@ -52,16 +52,16 @@ from slipstream.protocol.grammar import JSON_OBJECT, Grammar
 from slipstream.protocol.requests import Request
 from slipstream.protocol.tree import DraftTree
 
-CPU_S = 0.06  # of one trial: common grammars take a tenth of it; a refusal is to come within 100 ms
+CPU_S = 0.06  # of one trial: common grammars take a tenth of it; a refusal should come within 100 ms
 TARGET_CPU_S = 2 * CPU_S
 MEMORY = 1 << 30  # bytes that the process may map
 STACK = 2 << 20  # bytes: a thread that answers has four times as much
-STEPS, LEAF_STEPS = 8, 4
-LEAVES_S = CPU_S / 3
+STEPS, PART_STEPS = 8, 4
+PARTS_S = CPU_S / 3
 WARM_S = 30.0
 MAX_REMEMBERED = 512
-MAX_EACH, MAX_WAITING = 64, 256
-TOO_MUCH = "cannot be compiled: it takes more work than a request may"
+MAX_WAITING_EACH, MAX_WAITING = 64, 256
+TOO_COSTLY = "cannot be compiled: it takes more work than a request may"
 Result = TypeVar("Result")
 
 
@@ -86,7 +86,7 @@ class Trial:
         self.warm().join(WARM_S)
 
     def _start(self) -> None:
-        with self._lock, suppress(ModelError, Unavailable, OSError):  # the next grammar is told
+        with self._lock, suppress(ModelError, Unavailable, OSError):  # the next grammar reports it
             self._running_child()
 
     def has_passed(self, grammar: Grammar, namespace: str = "") -> bool:
@@ -100,7 +100,7 @@ class Trial:
             problem = self._results.get(digest)
             if problem is None:
                 problem = self._ask(grammar)
-                if problem != TOO_MUCH:
+                if problem != TOO_COSTLY:
                     self._results[digest] = problem
                 if len(self._results) > MAX_REMEMBERED:
                     self._results.popitem(last=False)
@@ -137,7 +137,7 @@ class Trials:
     def __init__(self, trial: Trial) -> None:
         self._trial = trial
         self._executor = FairExecutor("grammars", 0.1, "too many grammars wait to be compiled; try again later",
-                                      MAX_EACH, MAX_WAITING)
+                                      MAX_WAITING_EACH, MAX_WAITING)
 
     async def warm(self) -> None:
         """Have the process for trials ready."""
@@ -196,13 +196,13 @@ def refusal_reason(vocabulary: Vocabulary, grammar: Grammar) -> str:
     except InvalidRequest as error:
         return error.message
     if not _can_follow(matcher, STEPS):
-        return TOO_MUCH
-    for what, leaf in costly_parts(grammar):
-        if time.thread_time() - began_s > LEAVES_S:
+        return TOO_COSTLY
+    for name, part in costly_parts(grammar):
+        if time.thread_time() - began_s > PARTS_S:
             break
-        with suppress(InvalidRequest):  # what it is beside others has its say above
-            if not _can_follow(vocabulary.compile(leaf, StopTokens((0,))), LEAF_STEPS):
-                return f"cannot be followed: {what[:MAX_MESSAGE]} takes more work than a token may"
+        with suppress(InvalidRequest):  # a part that cannot be compiled alone was checked with the whole above
+            if not _can_follow(vocabulary.compile(part, StopTokens((0,))), PART_STEPS):
+                return f"cannot be followed: {name[:MAX_MESSAGE]} takes more work than a token may"
     return ""
 
 
@@ -218,7 +218,7 @@ def _can_follow(matcher: Matcher, steps: int) -> bool:
     return True
 
 
-def _tried_in_fork(vocabulary: Vocabulary, grammar: Grammar, cpu_s: float) -> str:
+def _refusal_reason_in_fork(vocabulary: Vocabulary, grammar: Grammar, cpu_s: float) -> str:
     """``refusal_reason`` in a fork of this process."""
     read_end, write_end = os.pipe()
     child = os.fork()
@@ -229,17 +229,18 @@ def _tried_in_fork(vocabulary: Vocabulary, grammar: Grammar, cpu_s: float) -> st
         thread = threading.Thread(target=lambda: reasons.append(refusal_reason(vocabulary, grammar)))
         thread.start()
         thread.join()
-        os.write(write_end, (reasons[0] if reasons else TOO_MUCH).encode() + b"\n")
+        os.write(write_end, (reasons[0] if reasons else TOO_COSTLY).encode() + b"\n")
         os._exit(0)
     os.close(write_end)
     with os.fdopen(read_end, "rb") as pipe:
         problem = pipe.read()
     os.waitpid(child, 0)
-    return problem[:-1].decode() if problem.endswith(b"\n") else TOO_MUCH
+    return problem[:-1].decode() if problem.endswith(b"\n") else TOO_COSTLY
 
 
 def main() -> None:
-    """Answer line by line: first where the tokenizer is and what a trial may take, then grammars."""
+    """Answer line by line. The first line has the path of the tokenizer and the time limit of a trial; each other line
+    has a grammar."""
     limit_resources(MEMORY)
     vocabulary: Vocabulary | None = None
     cpu_s = CPU_S
@@ -253,11 +254,11 @@ def main() -> None:
                 tokenizer.no_truncation()
                 tokenizer.no_padding()
                 vocabulary = Vocabulary(tokenizer, tokenizer.get_vocab_size())
-                # What the first grammar of all builds, each fork would else build again.
+                # The first grammar builds tables that each fork would else build again.
                 refusal_reason(vocabulary, JSON_OBJECT)
             except Exception as error:
                 problem = str(error)[:200] or type(error).__name__
         else:
-            problem = _tried_in_fork(vocabulary, Grammar(*request), cpu_s)
+            problem = _refusal_reason_in_fork(vocabulary, Grammar(*request), cpu_s)
         sys.stdout.write(json.dumps(problem) + "\n")
         sys.stdout.flush()

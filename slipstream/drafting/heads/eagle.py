@@ -61,11 +61,11 @@ class EagleNetwork:
 
     def __init__(self, head: EagleHead, dtype: str, device: torch.device, num_slots: int,
                  project: bool = False, ops: LayerOps = TORCH, kernels: str = "torch", spare_slots: int = 0,
-                 whole: bool = False, cores: int = 0, race: DeviceRace | None = None) -> None:
+                 to_int8: bool = False, cores: int = 0, race: DeviceRace | None = None) -> None:
         """dtype: of weights, KV and features on the wire; project: let the target apply ``fc``, where rows get
         shorter by it; ops: how the layer runs; kernels: see ``native.native_or``, of an
-        EAGLE-3 head; spare_slots: further slots of the pool (see ``graph``); whole: with kernels "native", matrices of
-        whole numbers (see ``int8``); cores: see ``NativeDraft``; race: of its logits, where torch computes them.
+        EAGLE-3 head; spare_slots: further slots of the pool (see ``graph``); to_int8: with kernels "native", round
+        the matrices to int8 (see ``int8``); cores: see ``NativeDraft``; race: of its logits, where torch computes them.
         Raises ModelError for an unknown dtype."""
         kind = dtype_of(dtype)
         tensors = {name: t.to(device, kind, copy=True) for name, t in head.tensors.items() if t.is_floating_point()}
@@ -86,7 +86,7 @@ class EagleNetwork:
 
         def native(team: Team) -> Forward:
             body = NativeDraft(team, config, tensors, NORMS, self._pool, head.norm_before_residual,
-                               self.vocabulary, whole, head.norm_output, cores)
+                               self.vocabulary, to_int8, head.norm_output, cores)
             self.native, self.race = body, body.race
             return body.forward
 
@@ -128,10 +128,10 @@ class EagleNetwork:
         """Children that ``drawn`` finds."""
         return 0 if self._device_race is None else min(MOST_DRAWN, self._device_race.width)
 
-    def drawn(self, logits: torch.Tensor, asked: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def drawn(self, logits: torch.Tensor, row_params: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``races.DeviceRace``."""
         assert self._device_race is not None
-        return self._device_race.drawn(logits, asked, k)
+        return self._device_race.drawn(logits, row_params, k)
 
     def level(self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, states: torch.Tensor,
               attend: Attend, wanted: torch.Tensor | None = None) -> Output:

@@ -17,13 +17,13 @@ from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.kv import KVPool
 from slipstream.engine.model import ModelConfig, Tensors, require_tensor
 from slipstream.engine.native.program import (
-    FEW_ROWS,
+    INITIAL_ROWS,
     BatchFrame,
     Buffers,
     NativeHead,
     NativeLayer,
     Program,
-    Table,
+    RopeTable,
     Team,
     check_sizes,
 )
@@ -48,8 +48,8 @@ class NativeBlocks:
         self._norm = require_tensor(tensors, "norm.weight", config.hidden_size)
         self._head = NativeHead(team, tensors["lm_head.weight"])
         self.race = NativeRace(team, vocabulary)  # of its logits
-        self._table = Table(config)
-        self._hold(FEW_ROWS)
+        self._table = RopeTable(config)
+        self._allocate(INITIAL_ROWS)
 
     @torch.inference_mode()
     def keep(self, batch: ForwardBatch) -> None:
@@ -76,22 +76,22 @@ class NativeBlocks:
 
     def _frame(self, batch: ForwardBatch) -> BatchFrame:
         """The frame of a batch, after making room for its rows and positions."""
-        self._table.reach(1 + int(batch.host.positions.max()))
+        self._table.ensure(1 + int(batch.host.positions.max()))
         if batch.num_rows > len(self._buffers.stream):
-            self._hold(2 * batch.num_rows)
+            self._allocate(2 * batch.num_rows)
         return BatchFrame.of(batch, self._pool, self._table.cos, self._table.sin, self._config.sliding_window)
 
-    def _hold(self, rows: int) -> None:
+    def _allocate(self, rows: int) -> None:
         config = self._config
         # Made in inference mode whoever calls: tensors made in it can only be written in it, and all calls are.
         with torch.inference_mode():
             self._buffers = buffers = Buffers.of(config, rows, config.hidden_size)
-        self._context, self._pass = Program(self._team, again=True), Program(self._team, again=True)
+        self._context, self._pass = Program(self._team, keep_cached=True), Program(self._team, keep_cached=True)
         self._context.widen(None, buffers.stream)
-        self._context.rounded(buffers.stream, buffers.read)
+        self._context.to_bf16(buffers.stream, buffers.attention_input)
         self._pass.embed(self._embedding, buffers.stream)
         for number, layer in enumerate(self._layers):
-            layer.keep(self._context, buffers, number)
-            layer.read(self._pass, buffers.stream, buffers.read)
-            layer.write(self._pass, buffers, number)
+            layer.append_qkv(self._context, buffers, number)
+            layer.append_input_norm(self._pass, buffers.stream, buffers.attention_input)
+            layer.append_layer(self._pass, buffers, number)
         self._pass.norm(buffers.stream, self._norm, config.norm_eps, buffers.normed)

@@ -25,7 +25,7 @@ from slipstream.engine.int8 import as_int8
 from slipstream.engine.kv import Indices, KVPool
 from slipstream.engine.model import ModelConfig, Tensors, require_tensor
 from slipstream.engine.native.program import (
-    FEW_ROWS,
+    INITIAL_ROWS,
     LANES,
     BatchFrame,
     Buffers,
@@ -33,7 +33,7 @@ from slipstream.engine.native.program import (
     NativeLayer,
     Packed,
     Program,
-    Table,
+    RopeTable,
     Team,
     check_sizes,
 )
@@ -85,9 +85,9 @@ class Trees(ctypes.Structure):
         ("body", ctypes.c_void_p), ("body_count", ctypes.c_int64), ("head logits", ctypes.c_void_p),
         ("logits_stride columns", ctypes.c_int64), ("normed states best", ctypes.c_void_p),
         ("sessions topk most_levels width window", ctypes.c_int64),
-        ("cos sin seeds vocabulary asked", ctypes.c_void_p), ("spare", ctypes.c_int64),
-        ("tokens read kv_slots kv", ctypes.c_void_p), ("layer_stride", ctypes.c_int64),
-        ("children picks known found", ctypes.c_void_p)) for name in names.split())]
+        ("cos sin seeds vocabulary sampled", ctypes.c_void_p), ("runners_up", ctypes.c_int64),
+        ("tokens pending_states kv_slots kv", ctypes.c_void_p), ("layer_stride", ctypes.c_int64),
+        ("children picks known_levels row_states", ctypes.c_void_p)) for name in names.split())]
 
 
 class Ranking:
@@ -101,7 +101,7 @@ class Ranking:
         self.best = torch.empty(rows, 2 * topk, dtype=torch.int64)  # [C, K] of CHILD
         # Kernels read whole vectors, also beyond the last column: the rest of the last one is -inf.
         self.logits = logits = torch.full((rows, -(-head.outer // LANES) * LANES), -torch.inf)[:, : head.outer]
-        self.program = Program(team, again=True)
+        self.program = Program(team, keep_cached=True)
         self.program.product(normed, head, logits)
         self.program.rank(logits, vocabulary, self.best)
 
@@ -121,33 +121,34 @@ class Call:
         self._picks = np.zeros((sessions, levels, topk), np.int64)
         self._known = np.zeros(sessions, np.int64)
         self._seeds = (ctypes.c_int64 * (7 * sessions))()
-        trees.children, trees.picks, trees.known = (
+        trees.children, trees.picks, trees.known_levels = (
             made.__array_interface__["data"][0] for made in (self._children, self._picks, self._known))
         trees.seeds = ctypes.addressof(self._seeds)
 
-    def __call__(self, team: Team, seeds: Sequence[Seed], states: torch.Tensor, table: Table) -> Grown:
-        """seeds: those with most levels first; states: bfloat16 [M, W] of all pending rows; table: that reaches."""
+    def __call__(self, team: Team, seeds: Sequence[Seed], states: torch.Tensor, table: RopeTable) -> Grown:
+        """seeds: those with most levels first; states: bfloat16 [M, W] of all pending rows; table: with rows for
+        all positions."""
         trees, records, tokens, slots, begin = self._trees, list[int](), list[int](), list[Indices](), 0
-        asked = list[bytes]()
+        sampled = list[bytes]()
         for seed in seeds:
             records += (len(seed.tokens), begin, len(seed.context), seed.position, seed.levels, seed.base,
-                        -1 if seed.drawn is None else len(asked))
+                        -1 if seed.drawn is None else len(sampled))
             if seed.drawn is not None:
-                asked.append(unadjusted_record(seed.drawn))
+                sampled.append(unadjusted_record(seed.drawn))
             tokens += seed.tokens
             slots += (seed.context, seed.slots)
             begin += len(seed.context) + len(seed.slots)
         self._seeds[:] = records
-        sampled = array("B", b"".join(asked))
-        trees.asked = sampled.buffer_info()[0]
+        packed = array("B", b"".join(sampled))
+        trees.sampled = packed.buffer_info()[0]
         pending, entries = (ctypes.c_int64 * len(tokens))(*tokens), np.concatenate(slots)
         rows = 1 + trees.most_levels * trees.topk
-        found = torch.empty(len(seeds), rows, trees.width, dtype=torch.bfloat16)
+        row_states = torch.empty(len(seeds), rows, trees.width, dtype=torch.bfloat16)
         trees.tokens, trees.kv_slots = ctypes.addressof(pending), entries.__array_interface__["data"][0]
-        trees.read, trees.found = states.data_ptr(), found.data_ptr()
+        trees.pending_states, trees.row_states = states.data_ptr(), row_states.data_ptr()
         trees.cos, trees.sin = table.cos.data_ptr(), table.sin.data_ptr()
         team.grow(trees)
-        return Grown(self._children["token"].copy(), self._children["score"].copy(), self._picks.copy(), found,
+        return Grown(self._children["token"].copy(), self._children["score"].copy(), self._picks.copy(), row_states,
                      self._known.copy())
 
 
@@ -160,11 +161,11 @@ class NativeDraft:
                  "_vocabulary", "race")
 
     def __init__(self, team: Team, config: ModelConfig, tensors: Tensors, norms: tuple[str, str, str],
-                 pool: KVPool, norm_before_residual: bool, vocabulary: torch.Tensor | None, whole: bool = False,
+                 pool: KVPool, norm_before_residual: bool, vocabulary: torch.Tensor | None, to_int8: bool = False,
                  norm_output: bool = False, cores: int = 0) -> None:
         """tensors: by name, on the CPU; norms: names of the norm weights of tokens, states and head; pool: of its KV;
         norm_before_residual: the residual stream begins with the normed state; vocabulary: int64 [V], the tokens of the
-        logits' columns, None: column numbers are tokens; whole: as in ``NativeLayer``; norm_output: the next level
+        logits' columns, None: column numbers are tokens; to_int8: as in ``NativeLayer``; norm_output: the next level
         reads states after the head's norm; cores: threads for ``grow_trees`` of a single session, if more than ``team``
         has. Raises ModelError."""
         check_sizes(config)
@@ -174,17 +175,17 @@ class NativeDraft:
         self._embedding = embedding.to(torch.bfloat16).contiguous()
         self._norms = [require_tensor(tensors, name, config.hidden_size) for name in norms]
         self._norm_before_residual, self._norm_output = norm_before_residual, norm_output
-        self._layers = [NativeLayer(team, config, tensors, "layers.0", 2 * config.hidden_size, False, whole),
-                        *(NativeLayer(team, config, tensors, f"layers.{layer}", whole=whole)
+        self._layers = [NativeLayer(team, config, tensors, "layers.0", 2 * config.hidden_size, False, to_int8),
+                        *(NativeLayer(team, config, tensors, f"layers.{layer}", to_int8=to_int8)
                           for layer in range(1, config.num_layers))]
         lm_head = tensors["lm_head.weight"]
-        self._head = NativeHead(team, as_int8(lm_head) if whole else lm_head)
+        self._head = NativeHead(team, as_int8(lm_head) if to_int8 else lm_head)
         self._vocabulary = vocabulary
         self.race = NativeRace(team, vocabulary)  # of its logits
-        self._table = Table(config)
+        self._table = RopeTable(config)
         self._ranking: Ranking | None = None
         self._calls: dict[tuple[int, int, int], Call] = {}  # by sessions, levels and topk
-        self._hold(FEW_ROWS)
+        self._allocate(INITIAL_ROWS)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -206,7 +207,7 @@ class NativeDraft:
         ``topk`` within the vocabulary, and with noise (``drawn``) a vocabulary that its race supports."""
         columns = self._head.packed.outer
         return (rows <= MOST_PENDING and topk <= columns and topk * levels <= MOST_BITS
-                and not (drawn is not None and self.race.words(columns) is None))
+                and not (drawn is not None and self.race.vocabulary(columns) is None))
 
     def grow_trees(self, seeds: Sequence[Seed], topk: int, alone: bool = False) -> Grown:
         """The trees of all ``seeds``, at least one; KV of their rows is written. topk: K; a tree has at most MOST_BITS
@@ -228,47 +229,47 @@ class NativeDraft:
         if self._ranking is None or self._ranking.topk != topk:
             self._ranking = Ranking(self._team, self._buffers.normed, self._head.packed, self._vocabulary, topk)
             self._calls.clear()
-        body, head, config = self._body.listed(), self._ranking.program.listed(), self._config
+        body, head, config = self._body.op_array(), self._ranking.program.op_array(), self._config
         logits, kv = self._ranking.logits, self._pool.kv
-        words = self.race.words(logits.shape[1])
+        vocabulary = self.race.vocabulary(logits.shape[1])
         return Call(Trees(
             body=ctypes.addressof(body), body_count=len(body), head=ctypes.addressof(head), logits=logits.data_ptr(),
             logits_stride=logits.stride(0), columns=logits.shape[1],
-            vocabulary=None if words is None else ctypes.addressof(words), spare=RUNNERS_UP,
+            vocabulary=None if vocabulary is None else ctypes.addressof(vocabulary), runners_up=RUNNERS_UP,
             normed=self._buffers.normed.data_ptr(), states=self._states.data_ptr(), best=self._ranking.best.data_ptr(),
             sessions=sessions, topk=topk, most_levels=levels, width=config.hidden_size, window=config.sliding_window,
             kv=kv.data_ptr(), layer_stride=kv.stride(0)))
 
     def _reach(self, rows: int, positions: int) -> None:
-        self._table.reach(positions)
+        self._table.ensure(positions)
         if rows > len(self._states):
-            self._hold(2 * rows)
+            self._allocate(2 * rows)
 
-    def _hold(self, rows: int) -> None:
+    def _allocate(self, rows: int) -> None:
         config, (of_tokens, of_states, of_head) = self._config, self._norms
         hidden, eps = config.hidden_size, config.norm_eps
         # Made in inference mode whoever calls: tensors made in it can only be written in it, and all calls are.
         with torch.inference_mode():
             self._buffers = buffers = Buffers.of(config, rows, 2 * hidden)
-            further = replace(buffers, read=torch.empty(rows, hidden, dtype=torch.bfloat16))
+            further = replace(buffers, attention_input=torch.empty(rows, hidden, dtype=torch.bfloat16))
             embedded = torch.empty(rows, hidden)
             self._states = torch.empty(rows, hidden, dtype=torch.bfloat16)
-        self._body = program = Program(self._team, again=True)
-        token, state = torch.split(buffers.read, hidden, 1)
+        self._body = program = Program(self._team, keep_cached=True)
+        token, state = torch.split(buffers.attention_input, hidden, 1)
         program.embed(self._embedding, embedded)
         program.norm(embedded, of_tokens, eps, token)
         program.widen(None, buffers.stream)
         program.norm(buffers.stream, of_states, eps, state)
         if self._norm_before_residual:
             program.widen(state, buffers.stream)
-        self._layers[0].write(program, buffers, 0)
+        self._layers[0].append_layer(program, buffers, 0)
         for number, layer in enumerate(self._layers[1:], 1):
-            layer.read(program, buffers.stream, further.read)
-            layer.write(program, further, number)
+            layer.append_input_norm(program, buffers.stream, further.attention_input)
+            layer.append_layer(program, further, number)
         if self._norm_output:
             program.norm(buffers.stream, of_head, eps, self._states)
         else:
-            program.rounded(buffers.stream, self._states)
+            program.to_bf16(buffers.stream, self._states)
         program.norm(buffers.stream, of_head, eps, buffers.normed)
         self._ranking = None
         self._calls.clear()

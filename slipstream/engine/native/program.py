@@ -50,7 +50,7 @@ class Buffers:
     """Intermediate results of the layers of one list, for at most C rows."""
 
     stream: torch.Tensor  # float32 [C, H] the residual stream
-    read: torch.Tensor  # bfloat16 [C, in] the normed input of attention
+    attention_input: torch.Tensor  # bfloat16 [C, in] the normed input of attention
     normed: torch.Tensor  # bfloat16 [C, H]
     qkv: torch.Tensor  # float32 [C, (Q + 2 G) D]
     queries: torch.Tensor  # bfloat16 [C, Q * D]
@@ -75,30 +75,31 @@ class NativeLayer:
     __slots__ = ("_weights",)
 
     def __init__(self, team: Team, config: ModelConfig, tensors: Tensors, prefix: str,
-                 in_features: int | None = None, input_norm: bool = True, whole: bool = False) -> None:
-        """tensors: by name, any float dtype or stored as int8 (see ``int8``), on the CPU; whole: round the matrices to
-        int8; the rest as in ``LayerWeights.read``. Raises ModelError."""
+                 in_features: int | None = None, input_norm: bool = True, to_int8: bool = False) -> None:
+        """tensors: by name, any float dtype or stored as int8 (see ``int8``), on the CPU; to_int8: round the matrices
+        to int8; the rest as in ``LayerWeights.read``. Raises ModelError."""
 
         def packed(name: str, weight: Matrix, bias: torch.Tensor | None) -> Packed:
-            return Packed(team, as_int8(weight) if whole else weight, bias, silu=name == "gate_up")
+            return Packed(team, as_int8(weight) if to_int8 else weight, bias, silu=name == "gate_up")
 
         self._weights = LayerWeights.from_tensors(config, tensors, prefix, packed, in_features, input_norm)
 
-    def read(self, program: Program, x: torch.Tensor, out: torch.Tensor) -> None:
+    def append_input_norm(self, program: Program, x: torch.Tensor, out: torch.Tensor) -> None:
         """Append: the layer's input norm of x float32 [C, H], to out bfloat16 [C, H]."""
         assert self._weights.norm is not None
         program.norm(x, self._weights.norm, self._weights.heads.eps, out)
 
-    def keep(self, program: Program, buffers: Buffers, layer: int) -> None:
-        """Append: queries and KV from ``buffers.read``; KV is written to the pool. layer: number in the pool."""
-        program.product(buffers.read, self._weights.qkv, buffers.qkv)
-        program.turn(buffers.qkv, self._weights.heads, layer, buffers.queries)
+    def append_qkv(self, program: Program, buffers: Buffers, layer: int) -> None:
+        """Append: queries and KV from ``buffers.attention_input``; KV is written to the pool. layer: number
+        in the pool."""
+        program.product(buffers.attention_input, self._weights.qkv, buffers.qkv)
+        program.rotate_and_store(buffers.qkv, self._weights.heads, layer, buffers.queries)
 
-    def write(self, program: Program, buffers: Buffers, layer: int) -> None:
-        """Append: the whole layer from ``buffers.read`` on; it adds to ``buffers.stream``. layer: number in the
-        pool."""
+    def append_layer(self, program: Program, buffers: Buffers, layer: int) -> None:
+        """Append: the whole layer from ``buffers.attention_input`` on; it adds to ``buffers.stream``. layer: number in
+        the pool."""
         weights = self._weights
-        self.keep(program, buffers, layer)
+        self.append_qkv(program, buffers, layer)
         program.attention(buffers.queries, weights.heads, layer, buffers.attended)
         program.product(buffers.attended, weights.o, buffers.stream, add=True)
         program.norm(buffers.stream, weights.post_norm, weights.heads.eps, buffers.normed)
@@ -106,7 +107,7 @@ class NativeLayer:
         program.product(buffers.inner, weights.down, buffers.stream, add=True)
 
 
-class Table:
+class RopeTable:
     """Rotary rows by position, float32 [P, 1, D]; it grows by doubling."""
 
     __slots__ = ("_rope", "cos", "sin")
@@ -115,16 +116,16 @@ class Table:
         self._rope = Rope(config, torch.float32, torch.device("cpu"))
         self.cos, self.sin = self._rope.rows(torch.arange(min(FIRST_POSITIONS, config.max_context)))  # [P, 1, D]
 
-    def reach(self, positions: int) -> None:
+    def ensure(self, positions: int) -> None:
         """Make rows for at least so many positions."""
         if positions > len(self.cos):
             self.cos, self.sin = self._rope.rows(torch.arange(2 * positions))
 
 
-FEW_ROWS = 64  # rows of new buffers
-FEW_SCREENED = 64  # the most rows that are screened on processors with tiles
-TRIED = (2, 8, 19)  # numbers of states that a screen is tried with: different code computes each
-SEEN = 1 / 16  # the most groups that may be left to compute exactly for any state, or the screen is not used
+INITIAL_ROWS = 64  # rows of new buffers
+MAX_SCREENED_ROWS = 64  # on processors with tiles
+TRIAL_ROWS = (2, 8, 19)  # rows of a screen's trials: different code computes each
+MAX_EXACT_SHARE = 1 / 16  # a screen that leaves more of the groups to compute exactly for any state is not used
 
 
 def fits(outer: int, inner: int) -> bool:
@@ -139,37 +140,38 @@ class NativeHead:
         """weight: [V, H], any float dtype or int8."""
         self._team = team
         self.packed = Packed(team, weight)
-        self._lengths = (torch.linalg.vector_norm(weight, dim=0, dtype=torch.float32)  # [H] norms of the columns
+        self._column_norms = (torch.linalg.vector_norm(weight, dim=0, dtype=torch.float32)  # [H] norms of the columns
                          if isinstance(weight, torch.Tensor) else torch.ones(self.packed.inner))
 
     @cached_property
     def screen(self) -> Screen | None:
         """The screen, made and tried when it is first read; None: there is none, or it failed its trial."""
         made = Screen.of(self._team, self.packed)
-        return made if made is not None and self._serves(made) else None
+        return made if made is not None and self._passes_trial(made) else None
 
-    def screens(self, rows: int) -> bool:
+    def uses_screen(self, rows: int) -> bool:
         """Whether choices of ``rows`` rows should use the screen. With tiles a whole product of many rows costs little
         more than one of few, while a screen costs some exact groups for each row."""
-        return (rows <= FEW_SCREENED or not self._team.kernels.tiles) and self.screen is not None
+        return (rows <= MAX_SCREENED_ROWS or not self._team.kernels.tiles) and self.screen is not None
 
-    def _serves(self, screen: Screen) -> bool:
+    def _passes_trial(self, screen: Screen) -> bool:
         """Whether the screen finds the argmax of random states on this processor, and leaves few groups to compute
         exactly. If some inputs have far larger weights than others, it leaves many for ordinary states."""
         rng, seen = torch.Generator().manual_seed(0), 0
-        for rows in TRIED:
+        for rows in TRIAL_ROWS:
             states = torch.randn(rows, self.packed.inner, generator=rng)
-            states[::2] *= self._lengths.mean() / self._lengths.clamp(min=1e-9)  # all inputs contribute equally
+            # In every other row all inputs contribute equally.
+            states[::2] *= self._column_norms.mean() / self._column_norms.clamp(min=1e-9)
             states = states.to(torch.bfloat16)
             best, program = torch.empty(rows, dtype=torch.int64), Program(self._team)
             most = program.choose(states, self.packed, screen, best)
             program.run(BatchFrame(Frame(rows=rows, num_picked=rows)))
-            top, right = self(states).max(1)
-            if not torch.equal(best, right):
+            top, expected = self(states).max(1)
+            if not torch.equal(best, expected):
                 logger("engine").warning("a screened choice was wrong on this processor; all logits are computed")
                 return False
             seen = max(seen, int((most >= top[:, None]).sum(1).max()))
-        return seen <= max(1, SEEN * screen.groups)
+        return seen <= max(1, MAX_EXACT_SHARE * screen.groups)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """States bfloat16 [R, H] -> logits float32 [R, V]."""
@@ -189,27 +191,27 @@ class NativeLinear:
         """weight: bfloat16 [O, I] that ``fits``."""
         self._team = team
         self.packed = Packed(team, weight)
-        self._hold(FEW_ROWS)
+        self._allocate(INITIAL_ROWS)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """bfloat16 [M, I] -> bfloat16 [M, O], valid until the next call."""
         assert x.dtype == torch.bfloat16 and x.stride(1) == 1
         if len(x) > len(self._out):
-            self._hold(2 * len(x))
+            self._allocate(2 * len(x))
         self._program.read(x)
         self._program.run(BatchFrame(Frame(len(x)), x))
         return self._out[: len(x)]
 
-    def write(self, program: Program, x: torch.Tensor, out: torch.Tensor | Kept) -> None:
+    def append_to(self, program: Program, x: torch.Tensor, out: torch.Tensor | FeatureColumns) -> None:
         """Append: the product of x bfloat16 [C, I], to out bfloat16 [C, O]."""
         sums = torch.empty(len(x), self.packed.outer)
         program.product(x, self.packed, sums)
-        program.rounded(sums, out)
+        program.to_bf16(sums, out)
 
-    def _hold(self, rows: int) -> None:
+    def _allocate(self, rows: int) -> None:
         self._out = torch.empty(rows, self.packed.outer, dtype=torch.bfloat16)
         self._program = Program(self._team)
-        self.write(self._program, torch.empty(rows, self.packed.inner, dtype=torch.bfloat16), self._out)
+        self.append_to(self._program, torch.empty(rows, self.packed.inner, dtype=torch.bfloat16), self._out)
 
 
 NORM, PRODUCT, ROPE, ATTEND, ROUND, EMBED, WIDEN, RANK, BEST, RACE, SCREEN, CHOOSE = range(12)
@@ -228,22 +230,22 @@ class Op(ctypes.Structure):
                 ("out", ctypes.c_void_p), ("out_stride", ctypes.c_int64), ("inner", ctypes.c_int64),
                 ("outer", ctypes.c_int64), ("layer", ctypes.c_int64), ("eps", ctypes.c_float),
                 ("heads", ctypes.c_int32), ("kv_heads", ctypes.c_int32), ("head_dim", ctypes.c_int32),
-                ("scales", ctypes.c_void_p), ("few", ctypes.c_int64), ("again", ctypes.c_int64)]
+                ("scales", ctypes.c_void_p), ("picked_only", ctypes.c_int64), ("keep_cached", ctypes.c_int64)]
 
 
 class Frame(ctypes.Structure):
     """The inputs of one forward; ``op.h`` describes each field."""
 
     _fields_ = [("rows", ctypes.c_int64), ("cos", ctypes.c_void_p), ("sin", ctypes.c_void_p),
-                ("slots", ctypes.c_void_p), ("kv_slots", ctypes.c_void_p), ("begin", ctypes.c_void_p),
-                ("shared", ctypes.c_void_p), ("tree", ctypes.c_void_p), ("words", ctypes.c_void_p),
+                ("slots", ctypes.c_void_p), ("kv_slots", ctypes.c_void_p), ("prefix_begin", ctypes.c_void_p),
+                ("prefix_len", ctypes.c_void_p), ("tree_begin", ctypes.c_void_p), ("words", ctypes.c_void_p),
                 ("kv", ctypes.c_void_p), ("layer_stride", ctypes.c_int64), ("tokens", ctypes.c_void_p),
                 ("states", ctypes.c_void_p), ("positions", ctypes.c_void_p), ("segments", ctypes.c_void_p),
                 ("num_segments", ctypes.c_int64), ("window", ctypes.c_int64), ("picked", ctypes.c_void_p),
                 ("num_picked", ctypes.c_int64), ("features", ctypes.c_void_p), ("draws", ctypes.c_void_p)]
 
 
-class Weights:
+class WeightMemory:
     """Memory for weights, in large pages if the system has them: a step reads all of it, page after page."""
 
     __slots__ = ("_free",)
@@ -266,7 +268,7 @@ class Team:
     __slots__ = ("__weakref__", "_handle", "kernels", "threads", "weights")
 
     def __init__(self, kernels: Kernels, threads: int) -> None:
-        self.kernels, self.threads, self.weights = kernels, threads, Weights()
+        self.kernels, self.threads, self.weights = kernels, threads, WeightMemory()
         self._handle = kernels.functions.slipstream_team_new(threads)
         # Not at exit: a thread may still run a list then, and the system ends all threads anyway.
         weakref.finalize(self, kernels.functions.slipstream_team_delete, self._handle).atexit = False
@@ -333,7 +335,7 @@ def _padded(vector: torch.Tensor, size: int) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class FeatureColumns:
     """An output that is no buffer: the frame's feature rows by slot, ``width`` numbers wide, from ``column`` on."""
 
     column: int
@@ -343,33 +345,34 @@ class Kept:
 class Program:
     """A list of operations: methods append to it, ``run`` runs it."""
 
-    __slots__ = ("_again", "_kept", "_list", "_ops", "_team")
+    __slots__ = ("_array", "_keep_cached", "_kept", "_ops", "_team")
 
-    def __init__(self, team: Team, again: bool = False) -> None:
-        """again: the list is run several times in a row, so its weights should stay in a cache."""
-        self._team, self._again = team, again
+    def __init__(self, team: Team, keep_cached: bool = False) -> None:
+        """keep_cached: the list is run several times in a row, so its weights should stay in a cache."""
+        self._team, self._keep_cached = team, keep_cached
         self._ops: list[Op] = []
         self._kept: list[object] = []
-        self._list: ctypes.Array[Op] | None = None
+        self._array: ctypes.Array[Op] | None = None
 
-    def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | Kept,
-             few: bool = False) -> None:
-        """Append: RMS norm of x float32 [C, W] with weight [W], to out bfloat16 [C, W]. few: only the rows that the
-        frame picks, written one after the other."""
-        self._add(Op(kind=NORM, inner=x.shape[1], eps=eps, few=few), x, out, weight.float())
+    def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | FeatureColumns,
+             picked_only: bool = False) -> None:
+        """Append: RMS norm of x float32 [C, W] with weight [W], to out bfloat16 [C, W]. picked_only: only the rows that
+        the frame picks, written one after the other."""
+        self._add(Op(kind=NORM, inner=x.shape[1], eps=eps, picked_only=picked_only), x, out, weight.float())
 
-    def product(self, x: torch.Tensor, packed: Packed, out: torch.Tensor, add: bool = False, few: bool = False) -> None:
+    def product(self, x: torch.Tensor, packed: Packed, out: torch.Tensor, add: bool = False,
+                picked_only: bool = False) -> None:
         """Append: x bfloat16 [C, I] times weights, to out float32 [C, O] (``add``: added to it); gated products write
-        bfloat16. few: as many rows as the frame picks."""
+        bfloat16. picked_only: as many rows as the frame picks."""
         result = SILU if packed.silu else ADD if add else STORE
         assert x.shape[1] == packed.inner and out.shape[1] == packed.outer
         assert out.dtype == (torch.bfloat16 if packed.silu else torch.float32)
-        op = Op(kind=PRODUCT, result=result, inner=packed.inner, outer=packed.outer, few=few,
-                again=self._again, scales=None if packed.scales is None else packed.scales.data_ptr())
+        op = Op(kind=PRODUCT, result=result, inner=packed.inner, outer=packed.outer, picked_only=picked_only,
+                keep_cached=self._keep_cached, scales=None if packed.scales is None else packed.scales.data_ptr())
         self._kept.append(packed)
         self._add(op, x, out, packed.weight, packed.bias)
 
-    def turn(self, x: torch.Tensor, heads: Heads, layer: int, queries: torch.Tensor) -> None:
+    def rotate_and_store(self, x: torch.Tensor, heads: Heads, layer: int, queries: torch.Tensor) -> None:
         """Append: norm and rotate x float32 [C, (Q + 2 G) D], which holds queries, keys and values; KV is written to
         the pool's ``layer``, queries to bfloat16 [C, Q * D]."""
         norms = [None if norm is None else norm.float() for norm in (heads.q_norm, heads.k_norm)]
@@ -379,7 +382,7 @@ class Program:
         """Append: attention of queries bfloat16 [C, Q * D] over the pool's ``layer``, to out bfloat16 [C, Q * D]."""
         self._add(Op(kind=ATTEND, **_sizes(heads, layer)), queries, out)
 
-    def rounded(self, x: torch.Tensor, out: torch.Tensor | Kept) -> None:
+    def to_bf16(self, x: torch.Tensor, out: torch.Tensor | FeatureColumns) -> None:
         """Append: x float32 [C, W], rounded to out bfloat16 [C, W]."""
         self._add(Op(kind=ROUND, inner=x.shape[1]), x, out)
 
@@ -400,7 +403,7 @@ class Program:
     def best(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """Append: the argmax of as many rows of x float32 [C, V] as the frame picks, to out int64 [C]: the first among
         equals, or the first NaN, as in torch."""
-        self._add(Op(kind=BEST, inner=x.shape[1], few=True), x, out.view(-1, 1))
+        self._add(Op(kind=BEST, inner=x.shape[1], picked_only=True), x, out.view(-1, 1))
 
     def choose(self, x: torch.Tensor, packed: Packed, screen: Screen, out: torch.Tensor) -> torch.Tensor:
         """Append: the result of ``best`` for the product of as many rows of x bfloat16 [C, I] as the frame picks, to
@@ -409,26 +412,26 @@ class Program:
         most, each = torch.empty(len(out), screen.groups), torch.empty(len(out), screen.bounds.shape[1])
         assert x.shape[1] == packed.inner and packed.inner % LANES == 0
         self._kept.append((packed, screen))
-        shape = {"inner": packed.inner, "outer": packed.outer, "few": True}
+        shape = {"inner": packed.inner, "outer": packed.outer, "picked_only": True}
         self._add(Op(kind=SCREEN, scales=screen.bounds.data_ptr(), **shape), x, most, screen.numbers, each)
         self._add(Op(kind=CHOOSE, scales=most.data_ptr(), layer=most.stride(0), **shape), x, out.view(-1, 1),
                   packed.weight, each)
         return most
 
-    def listed(self) -> ctypes.Array[Op]:
-        """The list, complete."""
-        if self._list is None:
-            self._list = (Op * len(self._ops))(*self._ops)
-        return self._list
+    def op_array(self) -> ctypes.Array[Op]:
+        """The list as the array that kernels run; nothing can be appended after it is made."""
+        if self._array is None:
+            self._array = (Op * len(self._ops))(*self._ops)
+        return self._array
 
     def read(self, x: torch.Tensor) -> None:
         """Make the first operation read x [C, I] from now on; the caller keeps x alive."""
-        first = self.listed()[0]
+        first = self.op_array()[0]
         first.input, first.in_stride = x.data_ptr(), x.stride(0)
 
     def run(self, frame: BatchFrame) -> None:
         """Run the list for the frame's rows."""
-        self._team.run(self.listed(), frame.frame)
+        self._team.run(self.op_array(), frame.frame)
 
     def only(self, *kinds: int) -> Program:
         """A list of the operations of some kinds only, to time them."""
@@ -436,9 +439,9 @@ class Program:
         part._ops, part._kept = [op for op in self._ops if op.kind in kinds], self._kept
         return part
 
-    def _add(self, op: Op, x: torch.Tensor | None, out: torch.Tensor | Kept, weight: torch.Tensor | None = None,
-             extra: torch.Tensor | None = None) -> None:
-        if isinstance(out, Kept):
+    def _add(self, op: Op, x: torch.Tensor | None, out: torch.Tensor | FeatureColumns,
+             weight: torch.Tensor | None = None, extra: torch.Tensor | None = None) -> None:
+        if isinstance(out, FeatureColumns):
             op.out, op.out_stride, op.layer = None, out.width, out.column
         else:
             assert out.stride(1) == 1
@@ -468,8 +471,8 @@ class BatchFrame:
     def of(batch: ForwardBatch, pool: KVPool, cos: torch.Tensor, sin: torch.Tensor, window: int = 0,
            features: torch.Tensor | None = None, draws: Draws = GREEDY) -> BatchFrame:
         """The frame of a batch over a pool. cos, sin: float32 [P, 1, D] by position; window: sliding window in tokens,
-        0 for none; features: bfloat16 [S, F], where ``Kept`` outputs go; draws: for ``choose``, of the batch's
-        ``logit_rows``."""
+        0 for none; features: bfloat16 [S, F], where ``FeatureColumns`` outputs go; draws: for ``choose``, of the
+        batch's ``logit_rows``."""
         kv, count = pool.kv, len(batch.mask_lens)
         assert kv.dtype == torch.bfloat16
         segments = array("q", (*batch.q_indptr, *batch.kv_indptr, *batch.begins, *batch.mask_lens))
@@ -479,9 +482,9 @@ class BatchFrame:
                       None, batch.positions.data_ptr(), segments.buffer_info()[0], count, window,
                       batch.logit_rows.data_ptr(), len(batch.host.logit_rows),
                       None if features is None else features.data_ptr())
-        told: array[int] | None = None
+        records: array[int] | None = None
         if draws.temperatures:
-            told = array("B", b"".join(map(DRAW.pack, draws.seeds, draws.temperatures, draws.positions)))
-            assert len(told) == DRAW.size * frame.num_picked
-            frame.draws = told.buffer_info()[0]
-        return BatchFrame(frame, batch, kv, cos, sin, segments, features, told)
+            records = array("B", b"".join(map(DRAW.pack, draws.seeds, draws.temperatures, draws.positions)))
+            assert len(records) == DRAW.size * frame.num_picked
+            frame.draws = records.buffer_info()[0]
+        return BatchFrame(frame, batch, kv, cos, sin, segments, features, records)

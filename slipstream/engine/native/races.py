@@ -37,24 +37,24 @@ class Vocabulary(ctypes.Structure):
 class NativeRace:
     """A ``sampling.Race`` for float32 logits on the CPU."""
 
-    __slots__ = ("_kept", "_ops", "_team", "_words")
+    __slots__ = ("_kept", "_ops", "_team", "_vocabulary")
 
     def __init__(self, team: Team, vocabulary: torch.Tensor | None = None) -> None:
         """vocabulary: int64 [V] token ids of the columns; None: the columns are the ids."""
         self._team = team
-        self._words: Vocabulary | None = Vocabulary()
+        self._vocabulary: Vocabulary | None = Vocabulary()
         self._kept: tuple[NDArray[np.int64], ...] = ()
         if vocabulary is not None:
-            self._words = self._described(vocabulary.numpy().astype(np.int64))
+            self._vocabulary = self._describe(vocabulary.numpy().astype(np.int64))
         self._ops = (Op * 1)(Op(kind=RACE))
 
-    def words(self, width: int) -> Vocabulary | None:
+    def vocabulary(self, width: int) -> Vocabulary | None:
         """The vocabulary of ``width`` columns; None: no race supports it (its ids do not ascend)."""
-        if self._words is not None and not self._kept:
-            self._words.blocks = -(-width // BLOCK)
-        return self._words
+        if self._vocabulary is not None and not self._kept:
+            self._vocabulary.blocks = -(-width // BLOCK)
+        return self._vocabulary
 
-    def _described(self, ids: NDArray[np.int64]) -> Vocabulary | None:
+    def _describe(self, ids: NDArray[np.int64]) -> Vocabulary | None:
         if ids[0] < 0 or (np.diff(ids) <= 0).any():
             return None  # the columns of a noise block must be consecutive
         blocks, columns = int(ids[-1]) // BLOCK + 1, np.full(int(ids[-1]) + 1, -1, np.int64)
@@ -67,33 +67,35 @@ class NativeRace:
     def __call__(self, logits: torch.Tensor, sessions: Sequence[ChoiceRows], most: int) -> Winners | None:
         """See ``sampling.Race``."""
         width = logits.shape[1]
-        words = self.words(width)
-        if words is None or logits.dtype != torch.float32 or logits.device.type != "cpu" or logits.stride(1) != 1:
+        vocabulary = self.vocabulary(width)
+        if vocabulary is None or logits.dtype != torch.float32 or logits.device.type != "cpu" or logits.stride(1) != 1:
             return None
         assert not self._kept or width == len(self._kept[0]) - LANES
         records, kept = list[bytes](), list[object]()
-        of, positions, outputs, paths, ends = (array("q") for _ in range(5))
+        session_of, positions, outputs, paths, ends = (array("q") for _ in range(5))
         for place, session in enumerate(sessions):
             count = len(session.rows)
             assert session.rows.stop <= len(logits) and session.rows.step == 1
-            records.append(_record(session, len(of), words.num_ids or width, kept))
+            records.append(_record(session, len(session_of), vocabulary.num_ids or width, kept))
             positions.extend(session.positions)
             outputs.extend(session.num_output)
             if session.penalised:
-                ends.extend([len(paths)] * (len(of) - len(ends)))  # rows before it have none
+                ends.extend([len(paths)] * (len(session_of) - len(ends)))  # rows before it have none
                 for path in session.paths:
                     paths.extend(path)
                     ends.append(len(paths))
-            of.extend([place] * count)
-        assert len(positions) == len(outputs) == len(of)
-        ends.extend([len(paths)] * (len(of) - len(ends)))
-        asked = array("B", b"".join(records))
-        tokens, scores, sure = array("q", bytes(8 * len(of) * most)), array("d", bytes(8 * len(of) * most)), of[:]
-        arrays: tuple[array[Any], ...] = (asked, of, positions, outputs, paths, ends, tokens, scores, sure)
-        told = array("Q", (ctypes.addressof(words), *map(_at, arrays), most))  # ``RaceCall`` of ``races.h``
+            session_of.extend([place] * count)
+        assert len(positions) == len(outputs) == len(session_of)
+        ends.extend([len(paths)] * (len(session_of) - len(ends)))
+        session_records = array("B", b"".join(records))
+        size = 8 * len(session_of) * most
+        tokens, scores, sure = array("q", bytes(size)), array("d", bytes(size)), session_of[:]
+        arrays: tuple[array[Any], ...] = (session_records, session_of, positions, outputs, paths, ends, tokens, scores,
+                                          sure)
+        call = array("Q", (ctypes.addressof(vocabulary), *map(_at, arrays), most))  # ``RaceCall`` of ``races.h``
         op = self._ops[0]
-        op.input, op.in_stride, op.inner, op.extra = logits.data_ptr(), logits.stride(0), width, _at(told)
-        self._team.run(self._ops, Frame(len(of)))
+        op.input, op.in_stride, op.inner, op.extra = logits.data_ptr(), logits.stride(0), width, _at(call)
+        self._team.run(self._ops, Frame(len(session_of)))
         return Winners(tokens, scores, sure)
 
 
@@ -103,7 +105,7 @@ def _record(session: ChoiceRows, first: int, num_ids: int, kept: list[object]) -
     sampling = session.sampling
     seen = counts = biased = stops = NONE
     amounts = array("d")
-    masks, words = 0, 0
+    masks, mask_words = 0, 0
     if session.adjusted:
         if session.penalised:
             assert session.history is not None, "penalties need a TokenHistory"
@@ -114,14 +116,14 @@ def _record(session: ChoiceRows, first: int, num_ids: int, kept: list[object]) -
         if session.allowed is not None:
             allowed = np.ascontiguousarray(session.allowed, np.uint32)
             assert len(allowed) == len(session.rows) and 32 * allowed.shape[1] >= num_ids
-            masks, words = allowed.ctypes.data, allowed.shape[1]
+            masks, mask_words = allowed.ctypes.data, allowed.shape[1]
             kept.append(allowed)
         kept.append((seen, counts, biased, amounts, stops))
     return CHOICE_ROWS.pack(
         sampling.seed, sampling.temperature, sampling.top_p, math.log(sampling.min_p) if sampling.min_p else -math.inf,
         sampling.top_k, sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty,
         _at(seen), _at(counts), len(seen), _at(biased), _at(amounts), len(biased), _at(stops), len(stops),
-        sampling.min_tokens, first, session.rows.start, masks, words)
+        sampling.min_tokens, first, session.rows.start, masks, mask_words)
 
 
 def unadjusted_record(sampling: Sampling) -> bytes:

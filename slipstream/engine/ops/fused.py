@@ -26,7 +26,7 @@ from slipstream.engine.fp8 import rounded as torch_rounded
 from slipstream.engine.fp8_blocks import E4M3
 from slipstream.engine.model import ModelConfig
 from slipstream.engine.ops.layer import TORCH, Heads, Operations, Rope, Step
-from slipstream.engine.proof import Proof, objection
+from slipstream.engine.proof import Proof, rejection_reason
 from slipstream.observe.log import logger
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -58,7 +58,7 @@ def triton_unsupported_reason(device: torch.device) -> str:
 
 
 def operations_for(choice: str, config: ModelConfig, dtype: torch.dtype, device: torch.device,
-                   proof: Proof = objection) -> Operations:
+                   proof: Proof = rejection_reason) -> Operations:
     """The operations that serve. choice: as in ``ModelSection.kernels``; config: of the layers, or of a rank's part of
     them."""
     def run_trial() -> str:
@@ -68,7 +68,7 @@ def operations_for(choice: str, config: ModelConfig, dtype: torch.dtype, device:
     return triton_operations() if serve else TORCH
 
 
-def rounding_for(choice: str, config: ModelConfig, device: torch.device, proof: Proof = objection) -> Rounding:
+def rounding_for(choice: str, config: ModelConfig, device: torch.device, proof: Proof = rejection_reason) -> Rounding:
     """As ``operations_for``, for the function that rounds bfloat16 to e4m3."""
     def run_trial() -> str:
         return (proof("rounding", config, torch.bfloat16, device)

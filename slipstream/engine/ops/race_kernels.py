@@ -41,7 +41,7 @@ MASS_NEAR: tl.constexpr = tl.constexpr(1e-5)  # share of the mass within which a
 DEPTH_NEAR: tl.constexpr = tl.constexpr(1e-9)  # the same for min-p, relative
 SAME_NEAR: tl.constexpr = tl.constexpr(1e-12)  # logits this close may be equal after torch's shift and division
 CLOSE: tl.constexpr = tl.constexpr(1 << 32)  # added to a count for each logit that is so close
-ASKED: tl.constexpr = tl.constexpr(6)  # numbers of a row of ``asked``
+ROW_PARAMS: tl.constexpr = tl.constexpr(6)  # numbers of a row of ``row_params``
 SMALLEST: tl.constexpr = tl.constexpr(-(1 << 63))  # the key of a place without a score, or whose score was taken
 
 
@@ -85,9 +85,9 @@ def number(keys: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def float_at(asked: tl.tensor, row: tl.tensor, place: tl.constexpr) -> tl.tensor:
-    """A float64 of a row of ``asked``."""
-    return tl.load(asked + ASKED * row + place).to(tl.float64, bitcast=True)
+def float_at(row_params: tl.tensor, row: tl.tensor, place: tl.constexpr) -> tl.tensor:
+    """A float64 of a row of ``row_params``."""
+    return tl.load(row_params + ROW_PARAMS * row + place).to(tl.float64, bitcast=True)
 
 
 @triton.jit
@@ -97,22 +97,22 @@ def greatest(sums: tl.tensor, row: tl.tensor, PARTS: tl.constexpr, PARTS_BLOCK: 
     return tl.max(tl.load(sums + (row * PARTS + part) * 2, part < PARTS, -float("inf")), 0).to(tl.float64)
 
 
-@triton.jit(do_not_specialize=["most"], do_not_specialize_on_alignment=["logits", "asked", "vocabulary"])
-def part_winners(logits: tl.tensor, asked: tl.tensor, vocabulary: tl.tensor, keys: tl.tensor, columns: tl.tensor,
+@triton.jit(do_not_specialize=["most"], do_not_specialize_on_alignment=["logits", "row_params", "vocabulary"])
+def part_winners(logits: tl.tensor, row_params: tl.tensor, vocabulary: tl.tensor, keys: tl.tensor, columns: tl.tensor,
                  sums: tl.tensor, most: tl.tensor, NOISED: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
                  PART: tl.constexpr) -> None:
     """The ``most`` best of one part of one row of ``logits`` [N, WIDTH]: their scores as ``ordered`` to ``keys`` and
     where they stand to ``columns``, both [R, PARTS, most].
 
-    asked: int64 [R, ASKED], see ``races``; None, without noise: rows are as in the logits. sums: [R, PARTS, 2], gets
-    the part's greatest logit, and without noise the sum of exp(logit - that); with it, None where nobody reads it.
-    vocabulary: int64 [WIDTH] token ids of the columns, ascending; None: columns are ids.
+    row_params: int64 [R, ROW_PARAMS], see ``races``; None, without noise: rows are as in the logits. sums: [R, PARTS,
+    2], gets the part's greatest logit, and without noise the sum of exp(logit - that); with noise, None where nobody
+    reads it. vocabulary: int64 [WIDTH] token ids of the columns, ascending; None: columns are ids.
     """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.arange(0, PART)
     column = part * PART + at
     inside = column < WIDTH
-    source = row if asked is None else tl.load(asked + ASKED * row + 1)
+    source = row if row_params is None else tl.load(row_params + ROW_PARAMS * row + 1)
     values = tl.load(logits + source * WIDTH + column, inside, -float("inf")).to(tl.float32)
     if sums is not None:
         highest = tl.max(values, 0)
@@ -122,7 +122,7 @@ def part_winners(logits: tl.tensor, asked: tl.tensor, vocabulary: tl.tensor, key
         base = tl.where(highest == -float("inf"), 0.0, highest)
         tl.store(sums + (row * PARTS + part) * 2 + 1, tl.sum(tl.exp(values - base), 0))
     else:
-        key, temperature = tl.load(asked + ASKED * row), float_at(asked, row, 2)
+        key, temperature = tl.load(row_params + ROW_PARAMS * row), float_at(row_params, row, 2)
         ids = column.to(tl.int64) if vocabulary is None else tl.load(vocabulary + column, inside, 0)
         scores = values.to(tl.float64) / temperature + gumbel(key, ids)
     left = tl.where(inside, ordered(scores), SMALLEST)
@@ -151,10 +151,10 @@ def winners(keys: tl.tensor, columns: tl.tensor, sums: tl.tensor, vocabulary: tl
         best_keys = tl.where(lane == place, best, best_keys)
         places = tl.where(lane == place, where, places)
         left = tl.where(at == where, SMALLEST, left)
-    there = lane < most
-    ids = tl.load(columns + first + places, there, 0).to(tl.int64)
+    valid = lane < most
+    ids = tl.load(columns + first + places, valid, 0).to(tl.int64)
     if vocabulary is not None:
-        ids = tl.load(vocabulary + ids, there, 0)
+        ids = tl.load(vocabulary + ids, valid, 0)
     scores = tl.where(best_keys > SMALLEST, number(best_keys), -float("inf"))
     if sums is None:
         scores -= tl.sum(tl.where(lane == 0, scores, 0.0), 0)
@@ -165,36 +165,36 @@ def winners(keys: tl.tensor, columns: tl.tensor, sums: tl.tensor, vocabulary: tl
         high = tl.load(of_parts, part < PARTS, -float("inf")).to(tl.float64)
         total = tl.load(of_parts + 1, part < PARTS, 0.0).to(tl.float64)
         highest = tl.max(high, 0)
-        whole = highest + tl.log(tl.sum(total * tl.exp(high - highest), 0))
-        scores = (scores.to(tl.float32) - whole.to(tl.float32)).to(tl.float64)
+        log_total = highest + tl.log(tl.sum(total * tl.exp(high - highest), 0))
+        scores = (scores.to(tl.float32) - log_total.to(tl.float32)).to(tl.float64)
     comparable = tl.where(scores == scores, scores, 0.0)
-    place = tl.where(best_keys > SMALLEST, ids, LARGEST - MOST + lane.to(tl.int64))
+    tie_break = tl.where(best_keys > SMALLEST, ids, LARGEST - MOST + lane.to(tl.int64))
     mine, other = comparable[:, None], comparable[None, :]
-    earlier = (other > mine) | ((other == mine) & (place[None, :] < place[:, None]))
-    rank = tl.sum((earlier & there[None, :]).to(tl.int32), 1)
-    told = there & (rank < wanted)
+    earlier = (other > mine) | ((other == mine) & (tie_break[None, :] < tie_break[:, None]))
+    rank = tl.sum((earlier & valid[None, :]).to(tl.int32), 1)
+    is_written = valid & (rank < wanted)
     if sums is None:
         ids = tl.where(scores == -float("inf"), 0, ids)
-    tl.store(tokens + row * wanted + rank, ids, told)
-    tl.store(shares + row * wanted + rank, scores.to(tl.float32).to(tl.float64), told)
+    tl.store(tokens + row * wanted + rank, ids, is_written)
+    tl.store(shares + row * wanted + rank, scores.to(tl.float32).to(tl.float64), is_written)
 
 
-@triton.jit(do_not_specialize=["most", "held"], do_not_specialize_on_alignment=["logits", "asked"])
-def part_masses(logits: tl.tensor, asked: tl.tensor, sums: tl.tensor, tokens: tl.tensor, greatest_of: tl.tensor,
-                masses: tl.tensor, counts: tl.tensor, most: tl.tensor, held: tl.tensor, WIDTH: tl.constexpr,
+@triton.jit(do_not_specialize=["most", "num_greatest"], do_not_specialize_on_alignment=["logits", "row_params"])
+def part_masses(logits: tl.tensor, row_params: tl.tensor, sums: tl.tensor, tokens: tl.tensor, greatest_of: tl.tensor,
+                masses: tl.tensor, counts: tl.tensor, most: tl.tensor, num_greatest: tl.tensor, WIDTH: tl.constexpr,
                 PARTS: tl.constexpr, PARTS_BLOCK: tl.constexpr, PART: tl.constexpr) -> None:
     """Counts and masses of one part of one row. For each of ``tokens`` [R, most] (columns) it takes the columns
     with greater logits: their number, plus CLOSE for each that is hardly greater, goes to ``counts`` int64 [R,
     PARTS, most + 2], the sum of their exp((logit - the row's greatest) / temperature) to ``masses`` float64 [R,
-    PARTS, most + 2]. The next of ``masses`` is that of all columns. greatest_of: int64 [R, held], the columns of
-    the greatest logits in order; top-k picks its last survivor there. Then the last of ``masses`` is the mass of
-    all logits not less than that one, and the last two of ``counts`` are the numbers of logits that are greater,
-    and not less. None: no top-k with top-p. logits, asked, sums: see ``part_winners``."""
+    PARTS, most + 2]. The next of ``masses`` is that of all columns. greatest_of: int64 [R, num_greatest], the columns
+    of the greatest logits in order; top-k picks its last survivor there. Then the last of ``masses`` is the mass of all
+    logits not less than that one, and the last two of ``counts`` are the numbers of logits that are greater, and not
+    less. None: no top-k with top-p. logits, row_params, sums: see ``part_winners``."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = part * PART + tl.arange(0, PART)
-    source = logits + tl.load(asked + ASKED * row + 1) * WIDTH
+    source = logits + tl.load(row_params + ROW_PARAMS * row + 1) * WIDTH
     values = tl.load(source + column, column < WIDTH, -float("inf"))
-    highest, temperature = greatest(sums, row, PARTS, PARTS_BLOCK), float_at(asked, row, 2)
+    highest, temperature = greatest(sums, row, PARTS, PARTS_BLOCK), float_at(row_params, row, 2)
     depths = (values.to(tl.float64) - highest) / temperature
     shares = tl.exp(depths)
     first = (row * PARTS + part) * (most + 2)
@@ -206,48 +206,49 @@ def part_masses(logits: tl.tensor, asked: tl.tensor, sums: tl.tensor, tokens: tl
         tl.store(masses + first + place, tl.sum(tl.where(above, shares, 0.0), 0))
     tl.store(masses + first + most, tl.sum(shares, 0))
     if greatest_of is not None:
-        last = tl.minimum(tl.load(asked + ASKED * row + 3), held) - 1
-        least = tl.load(source + tl.load(greatest_of + row * held + last))
-        left = values >= least
+        last = tl.minimum(tl.load(row_params + ROW_PARAMS * row + 3), num_greatest) - 1
+        least = tl.load(source + tl.load(greatest_of + row * num_greatest + last))
+        survives = values >= least
         tl.store(counts + first + most, tl.sum((values > least).to(tl.int64), 0))
-        tl.store(counts + first + most + 1, tl.sum(left.to(tl.int64), 0))
-        tl.store(masses + first + most + 1, tl.sum(tl.where(left, shares, 0.0), 0))
+        tl.store(counts + first + most + 1, tl.sum(survives.to(tl.int64), 0))
+        tl.store(masses + first + most + 1, tl.sum(tl.where(survives, shares, 0.0), 0))
 
 
-@triton.jit(do_not_specialize=["most"], do_not_specialize_on_alignment=["logits", "asked", "shares", "found", "told"])
-def first_survivor(logits: tl.tensor, asked: tl.tensor, sums: tl.tensor, tokens: tl.tensor, shares: tl.tensor,
-                   masses: tl.tensor, counts: tl.tensor, found: tl.tensor, told: tl.tensor, most: tl.tensor,
+@triton.jit(do_not_specialize=["most"],
+            do_not_specialize_on_alignment=["logits", "row_params", "shares", "chosen", "certainty"])
+def first_survivor(logits: tl.tensor, row_params: tl.tensor, sums: tl.tensor, tokens: tl.tensor, shares: tl.tensor,
+                   masses: tl.tensor, counts: tl.tensor, chosen: tl.tensor, certainty: tl.tensor, most: tl.tensor,
                    JOINT: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, PARTS_BLOCK: tl.constexpr,
                    MOST: tl.constexpr) -> None:
-    """Write the first of ``tokens`` of one row that survives its filters to ``found`` int64 [R], and 0 to ``told``
-    float64 [R], or NaN if that is not certain. tokens, shares: the ``most`` best, from ``winners``; JOINT: masses and
-    counts have the entries of ``greatest_of``."""
+    """Write the first of ``tokens`` of one row that survives its filters to ``chosen`` int64 [R], and 0 to
+    ``certainty`` float64 [R], or NaN if that is not certain. tokens, shares: the ``most`` best, from ``winners``;
+    JOINT: masses and counts have the entries of ``greatest_of``."""
     row, lane, part = tl.program_id(0).to(tl.int64), tl.arange(0, MOST), tl.arange(0, PARTS_BLOCK)
     inside = (part < PARTS)[:, None] & (lane < most)[None, :]
     first = (row * PARTS + part) * (most + 2)
     above = tl.sum(tl.load(masses + first[:, None] + lane[None, :], inside, 0.0), 0)
     count = tl.sum(tl.load(counts + first[:, None] + lane[None, :], inside, 0), 0)
-    whole = tl.sum(tl.load(masses + first + most, part < PARTS, 0.0), 0)
-    limit, top_p = tl.load(asked + ASKED * row + 3), float_at(asked, row, 4)
+    total_mass = tl.sum(tl.load(masses + first + most, part < PARTS, 0.0), 0)
+    limit, top_p = tl.load(row_params + ROW_PARAMS * row + 3), float_at(row_params, row, 4)
     unsure = count >= CLOSE
     if JOINT:
         is_joint = (limit < WIDTH) & (top_p < float("inf"))
         greater = tl.sum(tl.load(counts + first + most, part < PARTS, 0), 0)
         not_less = tl.sum(tl.load(counts + first + most + 1, part < PARTS, 0), 0)
         left = tl.sum(tl.load(masses + first + most + 1, part < PARTS, 0.0), 0)
-        whole = tl.where(is_joint, left, whole)
+        total_mass = tl.where(is_joint, left, total_mass)
         unsure |= is_joint & ((greater >= limit) | (not_less < limit))
-    there = tl.load(shares + row * most + lane, lane < most, -float("inf")) > -float("inf")
-    columns = tl.load(tokens + row * most + lane, there, 0)
-    own = tl.load(logits + tl.load(asked + ASKED * row + 1) * WIDTH + columns, there, 0.0).to(tl.float64)
-    depth = (own - greatest(sums, row, PARTS, PARTS_BLOCK)) / float_at(asked, row, 2)
-    mass, deepest = top_p * whole, float_at(asked, row, 5)
+    valid = tl.load(shares + row * most + lane, lane < most, -float("inf")) > -float("inf")
+    columns = tl.load(tokens + row * most + lane, valid, 0)
+    own = tl.load(logits + tl.load(row_params + ROW_PARAMS * row + 1) * WIDTH + columns, valid, 0.0).to(tl.float64)
+    depth = (own - greatest(sums, row, PARTS, PARTS_BLOCK)) / float_at(row_params, row, 2)
+    mass, deepest = top_p * total_mass, float_at(row_params, row, 5)
     survives = (count < limit) & (above < mass) & (depth >= deepest)
-    unsure |= tl.abs(above - mass) <= whole * MASS_NEAR
+    unsure |= tl.abs(above - mass) <= total_mass * MASS_NEAR
     unsure |= tl.abs(depth - deepest) <= (1 + tl.abs(depth)) * DEPTH_NEAR
     unsure &= (limit < WIDTH) | (mass < float("inf")) | (deepest > -float("inf"))  # rows without filters are sure
-    place = tl.min(tl.where(there & (survives | unsure), lane, MOST), 0)
-    here = lane == place
-    is_sure = tl.max((here & survives & (unsure == 0)).to(tl.int32), 0) > 0
-    tl.store(found + row, tl.sum(tl.where(here, columns, 0), 0))
-    tl.store(told + row, tl.where(is_sure, 0.0, float("nan")).to(tl.float64))
+    place = tl.min(tl.where(valid & (survives | unsure), lane, MOST), 0)
+    is_chosen = lane == place
+    is_sure = tl.max((is_chosen & survives & (unsure == 0)).to(tl.int32), 0) > 0
+    tl.store(chosen + row, tl.sum(tl.where(is_chosen, columns, 0), 0))
+    tl.store(certainty + row, tl.where(is_sure, 0.0, float("nan")).to(tl.float64))

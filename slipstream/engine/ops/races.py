@@ -35,13 +35,13 @@ from slipstream.choosing.sampling import RUNNERS_UP, ChoiceRows, Winners, choose
 from slipstream.choosing.transfer import to_device
 from slipstream.engine.model import ModelConfig
 from slipstream.engine.ops.fused import block, kernels_serve, triton_unsupported_reason
-from slipstream.engine.proof import Proof, objection
+from slipstream.engine.proof import Proof, rejection_reason
 from slipstream.protocol.requests import Sampling
 
 PART = 1024  # columns of one program
 MOST = 32  # tokens of a row that can be found
 MOST_DRAWN = MOST - RUNNERS_UP
-NOISY = 6  # numbers that describe a row, see ``noisy_rows``
+ROW_PARAMS = 6  # numbers that describe a row, see ``pack_row_params``
 CANDIDATES = 16  # best scores to which filters are applied
 GREATEST = 64  # logits that are sorted for top-k with top-p
 EVERY = 1 << 62  # a top-k that leaves all tokens
@@ -56,14 +56,14 @@ CPU = torch.device("cpu")
 
 
 def race_for(choice: str, config: ModelConfig, device: torch.device, vocabulary: torch.Tensor | None = None,
-             proof: Proof = objection) -> DeviceRace | None:
+             proof: Proof = rejection_reason) -> DeviceRace | None:
     """The race for a model's or a head's logits; None: torch chooses. choice: as in ``ModelSection.kernels``;
     vocabulary: int64 [V], the token ids of the columns; None: a column for each of ``config``'s tokens."""
     width = config.vocab_size if vocabulary is None else len(vocabulary)
 
     def run_trial() -> str:
-        found, asked = DeviceRace(race_kernels(), width, vocabulary), replace(config, vocab_size=width)
-        return proof("choosing", asked, torch.float32, device) or difference(found, device)
+        race, sized = DeviceRace(race_kernels(), width, vocabulary), replace(config, vocab_size=width)
+        return proof("choosing", sized, torch.float32, device) or difference(race, device)
 
     serve = kernels_serve(choice, device, "choice of tokens", triton_unsupported_reason(device), run_trial)
     return DeviceRace(race_kernels(), width, vocabulary) if serve else None
@@ -109,11 +109,11 @@ class DeviceRace:
         count = sum(len(session.rows) for session in taken)
         if not count or most > MOST or logits.dtype != torch.float32 or logits.shape[1] != self.width:
             return None
-        logits, asked = logits.contiguous(), to_device(_asked(taken), logits.device)
+        logits, row_params = logits.contiguous(), to_device(_pack_sessions(taken), logits.device)
         samplings = [session.sampling for session in taken]
         top_k = max((sampling.top_k for sampling in samplings if has_joint_filters(sampling, self.width)), default=0)
-        found = (self._survivors(logits, asked, count, top_k) if any(map(is_filtered, samplings)) else
-                 self._best(logits, asked, None, count, most, most))
+        found = (self._survivors(logits, row_params, count, top_k) if any(map(is_filtered, samplings)) else
+                 self._best(logits, row_params, None, count, most, most))
         results: NDArray[np.int64] = found.cpu().numpy()
         known = np.repeat(supported, [len(session.rows) for session in sessions])
         tokens, scores = np.zeros((len(known), most), np.int64), np.zeros((len(known), most))
@@ -129,29 +129,30 @@ class DeviceRace:
         found = self._best(logits.contiguous(), None, sums, len(logits), min(k + RUNNERS_UP, self.width), k, False)
         return found[0], found[1].view(torch.float64)
 
-    def drawn(self, logits: torch.Tensor, asked: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """As ``children``, under noise, without filters. asked: int64 [R, NOISY], see ``noisy_rows``; k: at most
-        ``MOST_DRAWN`` and ``width``."""
-        found = self._best(logits.contiguous(), asked, None, len(asked), min(k + RUNNERS_UP, self.width), k)
+    def drawn(self, logits: torch.Tensor, row_params: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """As ``children``, under noise, without filters. row_params: int64 [R, ROW_PARAMS], see ``pack_row_params``; k:
+        at most ``MOST_DRAWN`` and ``width``."""
+        found = self._best(logits.contiguous(), row_params, None, len(row_params), min(k + RUNNERS_UP, self.width), k)
         return found[0], found[1].view(torch.float64)
 
-    def _best(self, logits: torch.Tensor, asked: torch.Tensor | None, sums: torch.Tensor | None, rows: int, most: int,
-              wanted: int, noised: bool = True, held: int = MOST) -> torch.Tensor:
-        """int64 [2, R, wanted]: tokens, and the bits of their log shares (float64). asked: see ``noisy_rows``; sums:
-        see ``part_winners``; held: at least ``most``; each value is a compilation of its own."""
-        assert logits.shape[1] == self.width and most <= held
-        parts, places = self._parts, block(self._parts * held)
+    def _best(self, logits: torch.Tensor, row_params: torch.Tensor | None, sums: torch.Tensor | None, rows: int,
+              most: int, wanted: int, noised: bool = True, capacity: int = MOST) -> torch.Tensor:
+        """int64 [2, R, wanted]: tokens, and the bits of their log shares (float64). row_params: see
+        ``pack_row_params``; sums: see ``part_winners``; capacity: at least ``most``; each value is a compilation of its
+        own."""
+        assert logits.shape[1] == self.width and most <= capacity
+        parts, places = self._parts, block(self._parts * capacity)
         keys = logits.new_empty(rows, parts, most, dtype=torch.int64)
         columns = logits.new_empty(rows, parts, most, dtype=torch.int32)
         found = logits.new_empty(2, rows, wanted, dtype=torch.int64)
-        self._kernels.part_winners[(rows, parts)](logits, asked, self.vocabulary, keys, columns, sums, most, noised,
-                                                  self.width, parts, PART, num_warps=8)
+        self._kernels.part_winners[(rows, parts)](logits, row_params, self.vocabulary, keys, columns, sums, most,
+                                                  noised, self.width, parts, PART, num_warps=8)
         self._kernels.winners[(rows,)](keys, columns, None if noised else sums, self.vocabulary, found[0],
-                                       found[1].view(torch.float64), most, wanted, parts, block(parts), places, held,
-                                       num_warps=8 if places > 1024 else 4)
+                                       found[1].view(torch.float64), most, wanted, parts, block(parts), places,
+                                       capacity, num_warps=8 if places > 1024 else 4)
         return found
 
-    def _survivors(self, logits: torch.Tensor, asked: torch.Tensor, rows: int, top_k: int) -> torch.Tensor:
+    def _survivors(self, logits: torch.Tensor, row_params: torch.Tensor, rows: int, top_k: int) -> torch.Tensor:
         """As ``_best`` with one winner, among the survivors of the filters. top_k: the largest top-k that has a top-p
         beside it; 0: there is none."""
         parts, most = self._parts, CANDIDATES
@@ -160,28 +161,28 @@ class DeviceRace:
         counts = logits.new_empty(rows, parts, most + 2, dtype=torch.int64)
         greatest = None
         if top_k:
-            greatest = self._best(logits, asked, torch.empty_like(sums), rows, top_k, top_k, False, GREATEST)[0]
-        tokens, shares = self._best(logits, asked, sums, rows, most, most)
+            greatest = self._best(logits, row_params, torch.empty_like(sums), rows, top_k, top_k, False, GREATEST)[0]
+        tokens, shares = self._best(logits, row_params, sums, rows, most, most)
         found = logits.new_empty(2, rows, 1, dtype=torch.int64)
-        self._kernels.part_masses[(rows, parts)](logits, asked, sums, tokens, greatest, masses, counts, most, top_k,
-                                                 self.width, parts, block(parts), PART, num_warps=8)
-        self._kernels.first_survivor[(rows,)](logits, asked, sums, tokens, shares.view(torch.float64), masses, counts,
-                                              found[0], found[1].view(torch.float64), most, top_k > 0, self.width,
-                                              parts, block(parts), CANDIDATES, num_warps=8)
+        self._kernels.part_masses[(rows, parts)](logits, row_params, sums, tokens, greatest, masses, counts, most,
+                                                 top_k, self.width, parts, block(parts), PART, num_warps=8)
+        self._kernels.first_survivor[(rows,)](logits, row_params, sums, tokens, shares.view(torch.float64), masses,
+                                              counts, found[0], found[1].view(torch.float64), most, top_k > 0,
+                                              self.width, parts, block(parts), CANDIDATES, num_warps=8)
         return found
 
 
-def _asked(sessions: Sequence[ChoiceRows]) -> NDArray[np.int64]:
-    return noisy_rows([session.sampling for session in sessions], [len(session.rows) for session in sessions],
-                      [position for s in sessions for position in s.positions],
-                      [row for session in sessions for row in session.rows])
+def _pack_sessions(sessions: Sequence[ChoiceRows]) -> NDArray[np.int64]:
+    return pack_row_params([session.sampling for session in sessions], [len(session.rows) for session in sessions],
+                           [position for s in sessions for position in s.positions],
+                           [row for session in sessions for row in session.rows])
 
 
-def noisy_rows(samplings: Sequence[Sampling], counts: Sequence[int], positions: Sequence[int],
-               rows: Sequence[int]) -> NDArray[np.int64]:
-    """int64 [R, NOISY], for each row: the key of its noise, its row in the logits, its temperature, top-k, top-p and
-    the logarithm of min-p; floats as their bits. A survivor of top-k has fewer than top-k likelier tokens, one of top-p
-    less than that mass above it. counts: the number of rows of each sampling."""
+def pack_row_params(samplings: Sequence[Sampling], counts: Sequence[int], positions: Sequence[int],
+                    rows: Sequence[int]) -> NDArray[np.int64]:
+    """int64 [R, ROW_PARAMS], for each row: the key of its noise, its row in the logits, its temperature, top-k, top-p
+    and the logarithm of min-p; floats as their bits. A survivor of top-k has fewer than top-k likelier tokens, one of
+    top-p less than that mass above it. counts: the number of rows of each sampling."""
     keys = row_keys([s.seed for s, count in zip(samplings, counts, strict=True) for _ in range(count)], positions, CPU)
     temperatures, top_p, min_p = np.repeat(np.array([*map(_floats, samplings)]), counts, 0).view(np.int64).T
     top_k = np.repeat([sampling.top_k or EVERY for sampling in samplings], counts)
@@ -215,8 +216,8 @@ def trial(width: int, device: torch.device) -> str:
 def difference(race: DeviceRace, device: torch.device) -> str:
     """How a race differs from torch's operations on random rows, in words; empty: it does not."""
     for rows in TRIAL_ROWS:
-        for what, found, right in compared(race, device, rows):
-            if not bool(((found - right).abs() <= NEAR).all()):
+        for what, found, expected in compared(race, device, rows):
+            if not bool(((found - expected).abs() <= NEAR).all()):
                 return f"{what} of {rows} rows are not what torch's operations say"
     return ""
 
@@ -229,14 +230,14 @@ def compared(race: DeviceRace, device: torch.device, rows: int) -> Iterator[tupl
     cuts, k = (range(rows // 2), range(rows // 2, rows)), min(TRIAL_CHILDREN, race.width)
     sessions = [ChoiceRows(Sampling(temperature=temperature, seed=rows), cut, cut, cut, None, [()] * len(cut))
                 for temperature, cut in zip((0.6, 1.0), cuts, strict=True) if cut]
-    right = choose(logits, sessions) if vocabulary is None else [
+    expected = choose(logits, sessions) if vocabulary is None else [
         tokens[0] for tokens, _ in ranked(logits, sessions, 1, vocabulary)]
-    yield "choices", _chosen(race, logits, sessions), torch.tensor(right).double()
+    yield "choices", _chosen(race, logits, sessions), torch.tensor(expected).double()
     if vocabulary is None:
         for filters in FILTERS:
             narrow = [replace(session, sampling=replace(session.sampling, **filters)) for session in sessions]
-            right = choose(logits, narrow)
-            yield f"choices under {filters}", _chosen(race, logits, narrow), torch.tensor(right).double()
+            expected = choose(logits, narrow)
+            yield f"choices under {filters}", _chosen(race, logits, narrow), torch.tensor(expected).double()
     drawn = [ranked(logits, sessions, k, vocabulary, some) for some in (race, None)]
     ids, scores = rank(logits, plain_rows(rows), k, vocabulary)
     plain = race.children(logits, k)
