@@ -73,11 +73,11 @@ class NamedCall:
 
     @property
     def calls_complete(self) -> bool:
-        """As ``Markup.called``."""
+        """As ``Markup.calls_complete``."""
         return is_object(self._arguments)
 
     def push_delta(self, delta: TextDelta) -> Parts:
-        """As ``Markup.take``."""
+        """As ``Markup.push_delta``."""
         return self.push(delta.text)
 
     def push(self, text: str, final: bool = False, cut: bool = False) -> Parts:

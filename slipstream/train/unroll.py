@@ -91,7 +91,7 @@ def rows_of(conversations: Sequence[Conversation], head: Head, max_rows: int,
 
 
 def padded_size(count: int) -> int:
-    """``count``, rounded up to a multiple of STRIDE."""
+    """``count``, rounded up to a multiple of ROW_MULTIPLE."""
     return -(-count // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
