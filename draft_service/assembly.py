@@ -12,7 +12,7 @@ from slipstream.base.config import Config
 from slipstream.drafting import Drafter, create
 from slipstream.engine.model import device_of
 from slipstream.engine.runner import cores
-from slipstream.models.folder import made_for, resolve, settled_draft, tokenizer_hash
+from slipstream.models.folder import made_for, resolve, resolve_draft_section, tokenizer_hash
 from slipstream.observe.log import logger
 from slipstream.observe.spans import spans_of
 from slipstream.observe.trace import Trace
@@ -26,7 +26,7 @@ PROMPT, ROUNDS, BYTES = 24, 3, 256  # of a rehearsal: prompt tokens, rounds, and
 def build(config: Config) -> DraftWorker:
     """Load the drafter and make its worker; the caller starts the worker and connects targets. Raises ModelError or
     ConfigError."""
-    section = settled_draft(config.draft, config.model)
+    section = resolve_draft_section(config.draft, config.model)
     weights = section.drafter != "ngram"
     if weights:
         torch.set_num_threads(config.model.threads or max(1, cores() // 2))

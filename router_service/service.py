@@ -21,7 +21,7 @@ from router_service.text.tokens import TextCodec
 from slipstream.base.address import host_port
 from slipstream.base.config import Config
 from slipstream.grammar.trial import Trial, Trials
-from slipstream.models.folder import called, resolve, tokenizer_hash
+from slipstream.models.folder import folder_name, resolve, tokenizer_hash
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import RouterMetrics
 from slipstream.observe.scrape import MetricsServer
@@ -47,7 +47,7 @@ class RouterService:
         self._keys = ApiKeys(Path(section.api_keys_file)) if section.api_keys_file else None
         # One port for both, and not any that is free: what is measured is a page of the API.
         shared = section.metrics_listen == section.listen and host_port(section.listen)[1] != 0
-        metrics = RouterMetrics(section.model_name or called(folder), shared)
+        metrics = RouterMetrics(section.model_name or folder_name(folder), shared)
         self.targets = Targets(targets, connect)
         self._balancer = Balancer(self.targets, metrics, tokenizer_hash(folder))
         self._fallback = PoolFallback(config.target.policy, metrics)

@@ -24,7 +24,7 @@ from slipstream.engine.ranks import RankedModel, ranked_model
 from slipstream.engine.runner import PROFILE_CONTEXT, TYPICAL_CONTEXT, Memory, ModelRunner, cores, default_slots
 from slipstream.grammar.compiling import Vocabulary
 from slipstream.grammar.trial import TARGET_CPU_S, Grammars, Trial
-from slipstream.models.folder import called, load_tokenizer, resolve, tokenizer_hash, unchanged, weights_hash
+from slipstream.models.folder import folder_name, load_tokenizer, resolve, tokenizer_hash, unchanged, weights_hash
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.spans import spans_of
@@ -69,7 +69,7 @@ def build(config: Config, loop: asyncio.AbstractEventLoop) -> Target:
         raise ConfigError("target.engine: vllm is a process of its own: start the services apart")
     folder = resolve(section.path)
     torch.set_num_threads(section.threads or cores())
-    name = config.router.model_name or called(folder)
+    name = config.router.model_name or folder_name(folder)
     if section.tensor_parallel == 1:
         with unchanged(folder):
             model, weights = graphed(load_model(folder, section)), weights_hash(folder)

@@ -29,7 +29,7 @@ from slipstream.base.config import Config, ModelSection, TargetSection
 from slipstream.base.errors import ConfigError, InvalidRequest, ModelError, Unavailable
 from slipstream.following.rounds import SOCKET
 from slipstream.grammar.trial import TARGET_CPU_S, Trial, Trials
-from slipstream.models.folder import called, code_digest, resolve, tokenizer_hash, weights_hash
+from slipstream.models.folder import code_digest, folder_name, resolve, tokenizer_hash, weights_hash
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.spans import spans_of
@@ -160,7 +160,7 @@ def start(config: Config) -> LoadedEngine:
     from vllm.v1.metrics.loggers import StatLoggerBase
 
     folder = resolve(config.model.path)
-    name = config.router.model_name or called(folder)
+    name = config.router.model_name or folder_name(folder)
     cache_usage, reports = CacheUsage(), StepReports(Path(tempfile.mkdtemp(prefix="slipstream-")) / "rounds")
 
     class UsageLogger(StatLoggerBase):  # type: ignore[misc]
@@ -287,7 +287,7 @@ class Node:
         self._version = vllm_version()
         folder = resolve(config.model.path)
         # No process on this machine serves the answers, so there is no socket for reports of steps.
-        self._args = _args(config, folder, config.router.model_name or called(folder))
+        self._args = _args(config, folder, config.router.model_name or folder_name(folder))
         self._executor: Any = None
         self._ended = False
 

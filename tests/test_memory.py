@@ -25,7 +25,7 @@ from slipstream.engine.loading import load_model
 from slipstream.engine.model import ModelConfig
 from slipstream.engine.orders import Group
 from slipstream.engine.runner import Memory, default_slots, kv_bytes, slot_bytes, step_bytes
-from slipstream.models.folder import resolve, settled_draft
+from slipstream.models.folder import resolve, resolve_draft_section
 from slipstream.observe.log import refuse_private
 from target_service.assembly import gathers, slots_for
 
@@ -118,7 +118,7 @@ def test_pools_that_are_full_are_within_what_the_chart_requests(values: type[Pod
     """``beside_mib``: a process with its weights and, of a target, the largest step."""
     folder = resolve(ModelSection().path)
     if values is DraftValues:
-        head = resolve(settled_draft(DraftSection(), ModelSection()).model)
+        head = resolve(resolve_draft_section(DraftSection(), ModelSection()).model)
         config, a_slot = read_head(head, folder).config, kv_bytes
     else:
         config, a_slot = ModelConfig.from_folder(folder), slot_bytes

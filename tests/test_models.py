@@ -29,7 +29,7 @@ from slipstream.models.folder import (
     packaged_file,
     prepare,
     resolve,
-    settled,
+    resolve_drafter,
     tokenizer_hash,
 )
 from tests.small_gguf import F64, small_metadata, small_tensors, write_gguf
@@ -171,7 +171,7 @@ def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPat
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(pwd, "getpwuid", unknown)
     with pytest.raises(ConfigError, match="set HOME"):
-        settled(Config())
+        resolve_drafter(Config())
 
 
 def test_listing_names_every_known_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,16 @@ from slipstream.base.config import Config, load
 from slipstream.base.errors import ConfigError
 from slipstream.drafting import create
 from slipstream.drafting.ngram import NgramDrafter
-from slipstream.models.folder import FORMAT, HEADS, HEADS_ROOT, RECEIPT, default_root, head_for, resolve, settled
+from slipstream.models.folder import (
+    FORMAT,
+    HEADS,
+    HEADS_ROOT,
+    RECEIPT,
+    default_root,
+    head_for,
+    resolve,
+    resolve_drafter,
+)
 
 
 def head_folder(root: Path) -> Path:
@@ -42,7 +51,7 @@ def test_a_shipped_head_is_for_its_target_by_name_or_prepared_folder(tmp_path: P
 
 
 def test_a_model_without_a_head_gets_ngrams() -> None:
-    config = settled(load(None, ("model.path=/models/another",)))
+    config = resolve_drafter(load(None, ("model.path=/models/another",)))
     assert (config.draft.drafter, config.draft.model) == ("ngram", "")
     assert isinstance(create(load().draft, config.model), NgramDrafter)
 
@@ -50,18 +59,18 @@ def test_a_model_without_a_head_gets_ngrams() -> None:
 def test_the_default_model_gets_its_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ours, also where a folder of its name is in the way."""
     monkeypatch.chdir(head_folder(tmp_path))
-    draft = settled(Config()).draft
+    draft = resolve_drafter(Config()).draft
     assert (draft.drafter, Path(draft.model)) == ("eagle3", HEADS_ROOT / "smollm2-135m-eagle3")
     assert resolve(draft.model) == HEADS_ROOT / "smollm2-135m-eagle3"
 
 
 def test_a_named_drafter_is_left_alone() -> None:
     config = load(None, ("draft.drafter=ngram",))
-    assert settled(config) == config
+    assert resolve_drafter(config) == config
 
 
 @pytest.mark.parametrize("override", ["draft.model=somewhere", "draft.token_map=ids.json"])
 def test_what_only_a_named_drafter_knows_is_refused(override: str) -> None:
     field = override.partition("=")[0]
     with pytest.raises(ConfigError, match=field):
-        settled(load(None, (override,)))
+        resolve_drafter(load(None, (override,)))

@@ -32,7 +32,7 @@ from slipstream.engine.attention import TorchAttention
 from slipstream.engine.graphs import capture_eager
 from slipstream.engine.loading import load_model
 from slipstream.engine.runner import ModelRunner
-from slipstream.models.folder import settled_draft
+from slipstream.models.folder import resolve_draft_section
 from slipstream.simulate import apart
 from slipstream.simulate.apart import Compared, compared, knee, timing_of
 from slipstream.simulate.simulation import RUN_AHEAD, Predicted
@@ -314,7 +314,7 @@ def test_a_draft_that_serving_would_refuse_is_not_tuned(tiny_folder: Path, tiny_
 def test_the_shipped_head_is_tuned_where_none_is_named() -> None:
     """As a launch would take it."""
     found = with_pair(Config(), "", "", "").draft
-    assert found == settled_draft(DraftSection(), ModelSection()) and found.drafter == "eagle3"
+    assert found == resolve_draft_section(DraftSection(), ModelSection()) and found.drafter == "eagle3"
 
 
 def test_a_question_that_is_none_is_named_by_its_line(tmp_path: Path, tiny_folder: Path) -> None:

@@ -33,7 +33,7 @@ from slipstream.base.errors import (
 )
 from slipstream.engine.loading import load_model
 from slipstream.models.folder import load_tokenizer, template_source
-from slipstream.models.gguf import GgufFile, build_tokenizer, parts_of, read_dimensions
+from slipstream.models.gguf import GgufFile, build_tokenizer, read_dimensions, tensor_specs
 from slipstream.protocol.chat import ChatOptions, Delta, Message, TextToken, ToolCall, Usage
 from slipstream.protocol.grammar import Grammar
 from slipstream.protocol.identity import Identity
@@ -262,7 +262,7 @@ def gguf_file(data: bytes) -> None:
         file.flush()
         source = GgufFile(Path(file.name))
         dimensions = read_dimensions(source)
-        parts_of(dimensions, tied=True)
+        tensor_specs(dimensions, tied=True)
         build_tokenizer(source, dimensions.vocab)
 
 

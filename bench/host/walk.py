@@ -43,7 +43,7 @@ from router_service.service import RouterService
 from slipstream.base.config import Config, WireSection, load
 from slipstream.base.errors import SlipstreamError, Unavailable
 from slipstream.cli.host import QUESTIONS
-from slipstream.models.folder import settled
+from slipstream.models.folder import resolve_drafter
 from slipstream.observe.log import configure
 from slipstream.protocol import tree
 from slipstream.protocol.messages import Growth
@@ -264,7 +264,7 @@ def walk(config: Config, max_tokens: int, functions: bool = False) -> None:
 
 def config_of(*overrides: str) -> Config:
     """Everything in one process, on free ports. Raises ConfigError."""
-    return settled(load(None, (*FREE_PORTS, *STUBBORN, "log.level=warning", *overrides))).on_one_machine()
+    return resolve_drafter(load(None, (*FREE_PORTS, *STUBBORN, "log.level=warning", *overrides))).on_one_machine()
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ from slipstream import __version__
 from slipstream.base.config import DETECTED_SETTINGS, Config, Dtype, config_yaml, load
 from slipstream.base.errors import ConfigError, InvalidRequest, SlipstreamError, Unavailable
 from slipstream.cli.terminal import Conversation, plain_table, print_error, read_line
-from slipstream.models.folder import settled
+from slipstream.models.folder import resolve_drafter
 
 ConfigFile = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="YAML file with settings.")]
 Overrides = Annotated[list[str] | None, typer.Option(
@@ -424,7 +424,7 @@ def main() -> None:
 
 
 def _settings(config: Path | None, overrides: list[str] | None) -> Config:
-    return settled(load(config, tuple(overrides or ())))
+    return resolve_drafter(load(config, tuple(overrides or ())))
 
 
 def _run_in_foreground(module: str, config: Config) -> None:

@@ -27,7 +27,7 @@ from slipstream.base.config import Config, DraftSection, ModelSection
 from slipstream.base.errors import ConfigError, ModelError, SlipstreamError
 from slipstream.cli.process import listen_addresses, listen_error, shared_address
 from slipstream.following.pool import SUSPECT_ROUNDS, Agreement
-from slipstream.models.folder import KNOWN, default_root, resolve, settled_draft
+from slipstream.models.folder import KNOWN, default_root, resolve, resolve_draft_section
 from slipstream.protocol.tree import Thresholds
 
 Status = Literal["ok", "warn", "fail"]
@@ -231,7 +231,7 @@ def _pairing(config: Config) -> Iterator[Check]:
                     "which drafter runs", "run it with the drafts' configuration, in a pod of theirs")
         return
     try:
-        yield _check_pair(settled_draft(config.draft, config.model), config.model)
+        yield _check_pair(resolve_draft_section(config.draft, config.model), config.model)
     except SlipstreamError as error:
         yield Check("pairing", "fail", str(error), "set model.path and draft.model to a pair that fits")
 

@@ -37,7 +37,7 @@ from pathlib import Path
 from slipstream.base.address import host_port, reachable
 from slipstream.base.config import Config, dump_yaml, load
 from slipstream.base.errors import ConfigError, SlipstreamError, Unavailable
-from slipstream.models.folder import settled
+from slipstream.models.folder import resolve_drafter
 from slipstream.observe.log import configure, logger
 
 START_S = 7200.0  # enough to load the largest model from a cold disk; a user may end a start that hangs
@@ -68,7 +68,7 @@ def main(name: str, serve: Serve) -> None:
                         help="change one setting; may be given often")
     arguments = parser.parse_args()
     try:
-        run(settled(load(arguments.config, tuple(arguments.overrides))), serve, arguments.while_input)
+        run(resolve_drafter(load(arguments.config, tuple(arguments.overrides))), serve, arguments.while_input)
     except SlipstreamError as error:
         print(f"{name}: {error}", file=sys.stderr)
         sys.exit(1)

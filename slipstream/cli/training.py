@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from slipstream.cli.terminal import plain_table
-from slipstream.models.folder import called, default_root, resolve
+from slipstream.models.folder import default_root, folder_name, resolve
 from slipstream.train.fit import Progress as Training
 from slipstream.train.recipe import Recipe
 from slipstream.train.shards import Totals
@@ -35,7 +35,7 @@ def run(target: str, out: Path | None, work: Path | None, data: tuple[Path, ...]
     device = recipe.device or ("cuda" if torch.cuda.is_available() else "cpu")
     processes = min(torch.get_num_threads(), MAX_PROCESSES) if device == "cpu" else 1
     folder = resolve(target)
-    name = called(folder)
+    name = folder_name(folder)
     recipe = replace(recipe, device=device, processes=processes)
     work = work or default_root().parent / "train" / name
     out = (out or Path(f"{name}-{recipe.kind}-trained")).expanduser().resolve()  # "." has no name to write beside

@@ -33,7 +33,7 @@ from slipstream.engine.loading import graphed, load_model
 from slipstream.engine.native.decoder import NativeDecoder
 from slipstream.engine.ops.races import race_for
 from slipstream.engine.runner import ModelRunner, cores
-from slipstream.models.folder import resolve, settled_draft, tokenizer_hash
+from slipstream.models.folder import resolve, resolve_draft_section, tokenizer_hash
 from slipstream.observe.log import configure
 from slipstream.simulate.apart import Compared, compared, timing_of
 from slipstream.simulate.simulation import SCHEDULES
@@ -63,7 +63,7 @@ def with_pair(config: Config, target: str, head: str, drafter: str) -> Config:
     if drafter and drafter not in ("eagle3", "eagle2", "block", "mtp", "standalone"):
         raise ConfigError(f"--drafter {drafter}: choose eagle3, eagle2, block, mtp or standalone")
     model = config.model.model_copy(update={"path": target or config.model.path})
-    draft = config.draft if head or drafter else settled_draft(config.draft, model)
+    draft = config.draft if head or drafter else resolve_draft_section(config.draft, model)
     kind = drafter or (draft.drafter if draft.drafter not in ("auto", "ngram") else "eagle3")
     if not head and not draft.model and kind != "mtp":
         raise ConfigError(f"--head: which {kind} head or draft model? give its name or folder")

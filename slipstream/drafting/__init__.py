@@ -23,7 +23,7 @@ from slipstream.base.config import DraftSection, ModelSection
 from slipstream.base.errors import ConfigError
 from slipstream.drafting.ngram import NgramDrafter
 from slipstream.drafting.tree import GrowingTree
-from slipstream.models.folder import settled_draft
+from slipstream.models.folder import resolve_draft_section
 from slipstream.protocol.messages import Commit, Features, FeatureSpec, Growth, Open
 
 
@@ -100,7 +100,7 @@ def create(section: DraftSection, model: ModelSection, num_slots: int = 0) -> Dr
     Raises ConfigError when no draft model is named or trees are too deep for its context, ModelError when the model
     cannot be used or does not fit the target.
     """
-    section = settled_draft(section, model)
+    section = resolve_draft_section(section, model)
     if section.token_map and section.drafter in NO_TOKEN_MAP:
         raise ConfigError(f"draft.token_map: {NO_TOKEN_MAP[section.drafter]}; leave it out")
     if section.drafter == "ngram":

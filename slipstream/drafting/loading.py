@@ -38,7 +38,7 @@ from slipstream.engine.ops.fused import operations_for, rounding_for
 from slipstream.engine.ops.layer import TORCH, LayerOps, Linear, layer_shapes
 from slipstream.engine.ops.races import race_for
 from slipstream.engine.runner import ModelRunner, cores, default_slots, free_memory, kv_bytes
-from slipstream.models.folder import known_tokens, read_json, resolve
+from slipstream.models.folder import read_json, resolve, tokenizer_size
 from slipstream.observe.log import logger
 
 N = TypeVar("N", bound=Network)
@@ -75,7 +75,7 @@ def _standalone(section: DraftSection, target: ModelSection, num_slots: int) -> 
     """A drafter over the model folder or name in ``section.model``; of ``target`` only ``kernels`` is read."""
     folder = resolve(section.model)
     config = ModelConfig.from_folder(folder)
-    known, vocabulary = known_tokens(folder), _token_map(section, config.vocab_size)
+    known, vocabulary = tokenizer_size(folder), _token_map(section, config.vocab_size)
     own = ModelSection(dtype=section.dtype, device=section.device, kernels=_kernels(target),
                        quantize="none" if section.quantize == "auto" else section.quantize)
     model = load_model(folder, own, compile_layers=section.compile)

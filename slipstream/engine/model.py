@@ -28,7 +28,7 @@ from slipstream.base.errors import ModelError, first_line
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.fp8_blocks import SCALE_INV, Block, block_of, widened
 from slipstream.engine.kv import KVPool
-from slipstream.models.folder import end_tokens, read_json, unread
+from slipstream.models.folder import end_tokens, read_error_text, read_json
 from slipstream.observe.log import logger
 
 Map = Callable[[torch.Tensor], torch.Tensor]
@@ -436,7 +436,7 @@ def _opened(path: Path) -> Iterator[Any]:
         with safe_open(path, framework="pt", device="cpu") as file:
             yield file
     except (SafetensorError, OSError) as error:
-        raise ModelError(f"{path}: not readable as safetensors: {unread(path, error)}") from error
+        raise ModelError(f"{path}: not readable as safetensors: {read_error_text(path, error)}") from error
 
 
 def _missing(path: Path) -> str:

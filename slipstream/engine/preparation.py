@@ -42,9 +42,9 @@ from slipstream.engine.ops.layer import layer_shapes
 from slipstream.models.folder import (
     RECEIPT,
     TEMPLATES,
-    filled,
     is_prepared,
     may_replace,
+    new_model_folder,
     prepared_name,
     read_json,
     weights_hash,
@@ -74,12 +74,12 @@ def prepare_as(kind: str, source: Path, folder: Path) -> Path:
         return folder
     if folder.exists() and (is_prepared(folder) or not may_replace(folder)):
         raise ModelError(f"{folder}: exists and holds something else; remove it, or choose another with --to")
-    with filled(folder, receipt | {COPIED_HASH: copied_hash}) as fresh:
-        _write(kind, config, source, fresh)
+    with new_model_folder(folder, receipt | {COPIED_HASH: copied_hash}) as new_folder:
+        _write(kind, config, source, new_folder)
     return folder
 
 
-def _write(kind: str, config: ModelConfig, source: Path, fresh: Path) -> None:
+def _write(kind: str, config: ModelConfig, source: Path, new_folder: Path) -> None:
     check_floats(source)
     tensors, dtype = with_embedding(config, load_tensors(source)), KINDS[kind]
     integers = [name for name, tensor in tensors.items() if not tensor.is_floating_point()]
@@ -87,7 +87,7 @@ def _write(kind: str, config: ModelConfig, source: Path, fresh: Path) -> None:
         raise ModelError(f"{source}: tensor {integers[0]} holds {tensors[integers[0]].dtype}; weights must be "
                          "floating-point")
     for file in _copied_files(source):
-        (place := fresh / file.relative_to(source)).parent.mkdir(exist_ok=True)
+        (place := new_folder / file.relative_to(source)).parent.mkdir(exist_ok=True)
         shutil.copyfile(file, place)
     content = read_json(source / "config.json") | {"dtype": str(dtype).removeprefix("torch.")}
     for name in ("torch_dtype", FIELD):
@@ -98,9 +98,10 @@ def _write(kind: str, config: ModelConfig, source: Path, fresh: Path) -> None:
     else:
         written = {name: (tensor.to(dtype) if tensor.dim() > 1 else tensor).contiguous()
                    for name, tensor in tensors.items()}
-    write_json(fresh / "config.json", content)
-    save_file(written, fresh / WEIGHTS, metadata={"format": "pt"})
-    shutil.copymode(fresh / "config.json", fresh / WEIGHTS)  # safetensors makes files that only their owner can read
+    write_json(new_folder / "config.json", content)
+    save_file(written, new_folder / WEIGHTS, metadata={"format": "pt"})
+    # safetensors makes files that only their owner can read.
+    shutil.copymode(new_folder / "config.json", new_folder / WEIGHTS)
 
 
 def _copied_files(source: Path) -> list[Path]:

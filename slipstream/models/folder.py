@@ -44,15 +44,17 @@ MAX_TOKENS = 1 << 24  # token ids must be below this
 TEMPLATES = "additional_chat_templates"  # the folder of chat templates beside the default one
 MADE_FOR = "target_weights"  # in a head's config.json: ``weights_hash`` of its target
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
-MADE = ("; transformers makes it of {}, once, where sentencepiece and tiktoken are installed, too: "
-        "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)")
-SLOW = {**{name: MADE.format(name) for name in ("tokenizer.model", "vocab.json", "spiece.model")},  # other tokenizers
-        "tekken.json": "; Mistral's own tekken.json is not read: take tokenizer.json and the chat template of a "
-                       "conversion of this model"}
+CONVERT_HINT = ("; transformers makes it of {}, once, where sentencepiece and tiktoken are installed, too: "
+                "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)")
+# Files of tokenizers that are not read -> what to do.
+OTHER_TOKENIZERS = {
+    **{name: CONVERT_HINT.format(name) for name in ("tokenizer.model", "vocab.json", "spiece.model")},
+    "tekken.json": "; Mistral's own tekken.json is not read: take tokenizer.json and the chat template of a conversion "
+                   "of this model"}
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-LFS = b"version https://git-lfs.github.com/spec/"  # the beginning of a Git LFS pointer, left in place of a file
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # the beginning of a Git LFS pointer, left in place of a file
 # The files of a model folder that its answers depend on. Only other engines read pickles.
-ANSWERING = ("config.json", "generation_config.json", "*.safetensors", "*.bin", "*.pt", "*.gguf")
+ANSWER_FILES = ("config.json", "generation_config.json", "*.safetensors", "*.bin", "*.pt", "*.gguf")
 SOURCES = (".cpp", ".h", ".py")
 
 
@@ -173,12 +175,12 @@ def resolve(name_or_path: str | Path) -> Path:
     if HUB_NAME.fullmatch(name):
         raise ModelError(f"no folder '{name}', and nothing is downloaded by itself: run 'hf download {name} "
                          "--local-dir FOLDER' once, and give that folder")
-    near = difflib.get_close_matches(name, [*KNOWN, *HEADS], n=1)
-    hint = f"did you mean '{near[0]}'?" if near else f"known: {', '.join([*KNOWN, *HEADS])}"
+    matches = difflib.get_close_matches(name, [*KNOWN, *HEADS], n=1)
+    hint = f"did you mean '{matches[0]}'?" if matches else f"known: {', '.join([*KNOWN, *HEADS])}"
     raise ModelError(f"no model '{name}': give a folder with config.json, or a known name; {hint}")
 
 
-def called(folder: Path) -> str:
+def folder_name(folder: Path) -> str:
     """The name of a model's folder, also if it is given as a relative path such as "."."""
     return Path(os.path.abspath(folder)).name
 
@@ -235,26 +237,26 @@ def prepare(name: str, dest: Path | None = None, known: Mapping[str, KnownModel]
                          ) from error
     receipt = {"name": model.name, "license": model.license,
                "source": {"package": model.package, "file": model.file, "sha256": found}}
-    with filled(folder, receipt) as fresh, _bar(f"preparing {name}") as report:
-        for said, content in convert(GgufFile(source), fresh, report).items():
-            write_json(fresh / said, content)
+    with new_model_folder(folder, receipt) as new_folder, _progress_bar(f"preparing {name}") as report:
+        for file_name, content in convert(GgufFile(source), new_folder, report).items():
+            write_json(new_folder / file_name, content)
     return folder
 
 
 @contextmanager
-def filled(folder: Path, receipt: Mapping[str, Any]) -> Iterator[Path]:
+def new_model_folder(folder: Path, receipt: Mapping[str, Any]) -> Iterator[Path]:
     """A context with a new folder to write into. At its end ``receipt`` and the files' sizes are written to it, and it
     replaces ``folder``. Raises ModelError when ``folder`` cannot be written."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
-            fresh = Path(scratch) / "fresh"
-            fresh.mkdir()
-            yield fresh
-            files = {str(file.relative_to(fresh)): file.stat().st_size for file in sorted(fresh.rglob("*"))
+            new_folder = Path(scratch) / "fresh"
+            new_folder.mkdir()
+            yield new_folder
+            files = {str(file.relative_to(new_folder)): file.stat().st_size for file in sorted(new_folder.rglob("*"))
                      if file.is_file()}
-            write_json(fresh / RECEIPT, {"format": FORMAT, **receipt, "files": files})
-            _put_in_place(fresh, folder, Path(scratch) / "old")
+            write_json(new_folder / RECEIPT, {"format": FORMAT, **receipt, "files": files})
+            _put_in_place(new_folder, folder, Path(scratch) / "old")
     except OSError as error:
         raise ModelError(f"cannot write {folder}: {error}; a model needs its size in disk twice while it is prepared, "
                          "and `slipstream models prepare` takes another folder with --to") from error
@@ -263,9 +265,9 @@ def filled(folder: Path, receipt: Mapping[str, Any]) -> Iterator[Path]:
 def packaged_file(model: KnownModel) -> Path:
     """The GGUF file inside the installed package, which is not imported. Raises ModelError with the pip command."""
     spec = importlib.util.find_spec(model.package)
-    for place in (spec.submodule_search_locations or ()) if spec else ():
-        if (Path(place) / model.file).is_file():
-            return Path(place) / model.file
+    for location in (spec.submodule_search_locations or ()) if spec else ():
+        if (Path(location) / model.file).is_file():
+            return Path(location) / model.file
     raise ModelError(f"{model.file} is not installed; run: {model.install}")
 
 
@@ -282,7 +284,7 @@ def tokenizer_hash(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def known_tokens(folder: Path) -> int:
+def tokenizer_size(folder: Path) -> int:
     """One more than the greatest id of ``tokenizer.json``; 0 without that file. The model's vocabulary may be larger:
     the further rows are padding. Raises ModelError."""
     if not (folder / "tokenizer.json").is_file():
@@ -308,7 +310,7 @@ def end_tokens(folder: Path) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids if token is None else [*ids, token]))
 
 
-def weights_hash(folder: Path, patterns: Sequence[str] = ANSWERING) -> str:
+def weights_hash(folder: Path, patterns: Sequence[str] = ANSWER_FILES) -> str:
     """SHA-256 (hex) over the names and contents of the files of a model folder that its answers depend on (ANSWERING),
     or over those of other ``patterns``.
 
@@ -337,7 +339,7 @@ def unchanged(folder: Path) -> Iterator[None]:
 
 def _stamps(folder: Path) -> dict[str, tuple[int, int]]:
     try:
-        stats = {path.name: path.stat() for pattern in ANSWERING for path in folder.glob(pattern)}
+        stats = {path.name: path.stat() for pattern in ANSWER_FILES for path in folder.glob(pattern)}
     except OSError as error:
         raise ModelError(f"{folder}: cannot be read: {error}") from error
     return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
@@ -369,21 +371,21 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer of a model folder. Raises ModelError."""
     path = Path(folder) / "tokenizer.json"
     if not path.is_file():
-        others = [hint for name, hint in SLOW.items() if (path.parent / name).is_file()]
-        raise ModelError(f"{path}: missing; a model folder needs its fast tokenizer{''.join(others[:1])}")
+        hints = [hint for name, hint in OTHER_TOKENIZERS.items() if (path.parent / name).is_file()]
+        raise ModelError(f"{path}: missing; a model folder needs its fast tokenizer{''.join(hints[:1])}")
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the tokenizers library raises nothing narrower
-        raise ModelError(f"{path}: cannot be read: {unread(path, error)}") from error
+        raise ModelError(f"{path}: cannot be read: {read_error_text(path, error)}") from error
     tokenizer.no_truncation()  # some files contain the truncation and padding that were used in training
     tokenizer.no_padding()
     return tokenizer
 
 
-def unread(path: Path, error: Exception) -> str:
+def read_error_text(path: Path, error: Exception) -> str:
     """Why a file of a model cannot be read: the text of ``error``, or that it is only a Git LFS pointer."""
     with suppress(OSError), path.open("rb") as file:
-        if file.read(len(LFS)) == LFS:
+        if file.read(len(LFS_POINTER)) == LFS_POINTER:
             return f"Git LFS has its content, and left a pointer here: run 'git lfs pull' in {path.parent}"
     return str(error)
 
@@ -410,18 +412,18 @@ def template_source(folder: Path) -> tuple[str, dict[str, str]] | None:
     if not isinstance(source, str):
         raise ModelError(f"{folder / 'tokenizer_config.json'}: chat_template: expected text")
     named = {name: text for name in NAMED_TOKENS if (text := token_text(config.get(name))) is not None}
-    return _by_tools(source, with_tools), named
+    return _join_templates(source, with_tools), named
 
 
-def _by_tools(source: str, with_tools: object) -> str:
+def _join_templates(source: str, with_tools: object) -> str:
     """One template made of two. ``with_tools`` is used for conversations with tools (as transformers does) or with tool
     calls, which ``source`` may not print. It is ignored if it writes no <tool_call>: other forms are not parsed here.
     Hermes has such a pair."""
     if not isinstance(with_tools, str) or "<tool_call>" not in with_tools:
         return source
-    both = (template.removesuffix("\n") for template in (with_tools, source))  # as jinja2 takes each
+    sources = (template.removesuffix("\n") for template in (with_tools, source))  # as jinja2 takes each
     return ("{%+ if tools or messages | selectattr('tool_calls') | list +%}{% set tools = tools or [] +%}"
-            + "{%+ else +%}".join(both) + "{%+ endif %}")
+            + "{%+ else +%}".join(sources) + "{%+ endif %}")
 
 
 def token_text(entry: object) -> str | None:
@@ -462,7 +464,7 @@ def may_replace(folder: Path) -> bool:
     return folder.is_dir() and ((folder / RECEIPT).is_file() or not any(folder.iterdir()))
 
 
-def _put_in_place(fresh: Path, folder: Path, old: Path) -> None:
+def _put_in_place(new_folder: Path, folder: Path, old: Path) -> None:
     """Rename a complete folder to its place, and what is there to ``old``; nothing, if another process has put a
     complete folder there meanwhile."""
     if is_prepared(folder):
@@ -470,20 +472,20 @@ def _put_in_place(fresh: Path, folder: Path, old: Path) -> None:
     if folder.exists():
         shutil.move(folder, old)
     try:
-        fresh.rename(folder)
+        new_folder.rename(folder)
     except OSError:
         if not is_prepared(folder):
             raise
 
 
-def settled(config: Config) -> Config:
+def resolve_drafter(config: Config) -> Config:
     """``config`` with ``auto`` replaced by a drafter. Raises ConfigError if a setting needs a named drafter."""
-    return config.model_copy(update={"draft": settled_draft(config.draft, config.model)})
+    return config.model_copy(update={"draft": resolve_draft_section(config.draft, config.model)})
 
 
-def settled_draft(draft: DraftSection, model: ModelSection) -> DraftSection:
-    """As ``settled``, for the section only. draft.model becomes the head's folder, not its name: a folder of that name
-    in the current directory would be taken instead. Raises ConfigError."""
+def resolve_draft_section(draft: DraftSection, model: ModelSection) -> DraftSection:
+    """As ``resolve_drafter``, for the section only. draft.model becomes the head's folder, not its name: a folder of
+    that name in the current directory would be taken instead. Raises ConfigError."""
     if draft.drafter != "auto":
         return draft
     for field in ("model", "token_map"):
@@ -506,7 +508,7 @@ def head_for(target: str) -> KnownHead | None:
 
 
 @contextmanager
-def _bar(title: str) -> Iterator[Callable[[int, int], None]]:
+def _progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
     """A context with a progress bar; it gives the function ``report(done, total)``, in bytes."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn

@@ -34,8 +34,8 @@ Floats = NDArray[np.float32]
 Value = TypeVar("Value", str, int, float, bool)
 
 # The gguf library's reader checks nothing: a damaged file raises one of these.
-DAMAGE = (ValueError, KeyError, IndexError, TypeError, OverflowError, OSError, AttributeError, RecursionError)
-MOST_PARTS = 1 << 23  # reads of a value or a length in a header: enough for two million tokens of four reads each
+READ_ERRORS = (ValueError, KeyError, IndexError, TypeError, OverflowError, OSError, AttributeError, RecursionError)
+MAX_READS = 1 << 23  # reads of a value or a length in a header: enough for two million tokens of four reads each
 CONTROL, USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
 MAX_DIMENSION = 1 << 20  # the largest size that the metadata may name
 HEADER_ALIGN = 64
@@ -43,16 +43,16 @@ HEADER_ALIGN = 64
 
 class BoundedReader(gguf.GGUFReader):
     """The gguf library's reader with bounds. The library believes every length in a file, so a file of some kilobytes
-    could keep it busy for hours. This one raises ValueError at the end of the file, or after MOST_PARTS reads."""
+    could keep it busy for hours. This one raises ValueError at the end of the file, or after MAX_READS reads."""
 
     def __init__(self, path: Path) -> None:
-        self._parts = 0
+        self._num_reads = 0
         super().__init__(path)
 
     def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> NDArray[Any]:
-        self._parts += 1
-        if self._parts > MOST_PARTS:
-            raise ValueError(f"its header holds more than {MOST_PARTS} values")
+        self._num_reads += 1
+        if self._num_reads > MAX_READS:
+            raise ValueError(f"its header holds more than {MAX_READS} values")
         if int(offset) + np.dtype(dtype).itemsize * int(count) > len(self.data):
             raise ValueError("it ends in the midst of its header or of a tensor")
         return super()._get(offset, dtype, count, override_order)
@@ -68,7 +68,7 @@ class GgufFile:
         self._name = path.name
         try:
             reader = BoundedReader(path)
-        except DAMAGE as error:
+        except READ_ERRORS as error:
             raise ModelError(f"{path.name}: no GGUF file, or a damaged one: {error}") from error
         self._fields: dict[str, Any] = dict(reader.fields)
         self._tensors: dict[str, Any] = {tensor.name: tensor for tensor in reader.tensors}
@@ -100,7 +100,7 @@ class GgufFile:
         try:
             values: Floats = gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
             return values.reshape(shape)
-        except (*DAMAGE, NotImplementedError) as error:
+        except (*READ_ERRORS, NotImplementedError) as error:
             raise ModelError(f"{self._name}: {name}: {tensor.tensor_type.name} of shape {shape}: {error}") from error
 
     def _contents(self, key: str) -> object:
@@ -108,7 +108,7 @@ class GgufFile:
             raise ModelError(f"{self._name}: no metadata key {key}")
         try:
             found: object = self._fields[key].contents()
-        except DAMAGE as error:
+        except READ_ERRORS as error:
             raise ModelError(f"{self._name}: {key}: damaged: {error}") from error
         return found
 
@@ -130,7 +130,7 @@ class Dimensions:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TensorSpec:
     """One tensor of the folder and its name in the GGUF. interleaved_heads: the number of heads whose rows are to be
     reordered (rule 3); 0: none."""
 
@@ -149,8 +149,8 @@ def convert(source: GgufFile, folder: Path, progress: Callable[[int, int], None]
     """
     dimensions = read_dimensions(source)
     tied = "output.weight" not in source.tensor_shapes
-    parts = parts_of(dimensions, tied)
-    _check_parts(source, parts)
+    specs = tensor_specs(dimensions, tied)
+    _check_tensors(source, specs)
     tokenizer = build_tokenizer(source, dimensions.vocab)
     ids = {name: _token_id(source, name, dimensions.vocab) for name in ("bos", "eos", "padding")}
     tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
@@ -159,7 +159,7 @@ def convert(source: GgufFile, folder: Path, progress: Callable[[int, int], None]
         "config.json": model_config(dimensions, ids, tied),
         "generation_config.json": {"bos_token_id": ids["bos"], "eos_token_id": [ids["eos"]],
                                    "pad_token_id": ids["padding"]}}
-    write_weights(source, parts, folder / "model.safetensors", progress)
+    write_weights(source, specs, folder / "model.safetensors", progress)
     return contents
 
 
@@ -183,39 +183,39 @@ def read_dimensions(source: GgufFile) -> Dimensions:
     return Dimensions(
         layers=size("llama.block_count"), hidden=hidden, ffn=size("llama.feed_forward_length"), heads=heads,
         kv_heads=kv_heads, head_dim=head_dim, vocab=size("llama.vocab_size"), context=size("llama.context_length"),
-        rope_theta=_short(source.value("llama.rope.freq_base", float)),
-        norm_eps=_short(source.value("llama.attention.layer_norm_rms_epsilon", float)),
+        rope_theta=_shortest_decimal(source.value("llama.rope.freq_base", float)),
+        norm_eps=_shortest_decimal(source.value("llama.attention.layer_norm_rms_epsilon", float)),
     )
 
 
-def _short(value: float) -> float:
+def _shortest_decimal(value: float) -> float:
     """The shortest decimal for a float32: 1e-05 for 9.999999747378752e-06, which is the same float32."""
     return float(f"{value:.7g}")
 
 
-def parts_of(d: Dimensions, tied: bool) -> list[Part]:
+def tensor_specs(d: Dimensions, tied: bool) -> list[TensorSpec]:
     """Every tensor of a Llama of these sizes, in the order of the folder's safetensors file."""
     query, key = d.heads * d.head_dim, d.kv_heads * d.head_dim
-    parts = [Part("token_embd.weight", "model.embed_tokens.weight", (d.vocab, d.hidden))]
+    specs = [TensorSpec("token_embd.weight", "model.embed_tokens.weight", (d.vocab, d.hidden))]
     for i in range(d.layers):
-        theirs, ours = f"blk.{i}.", f"model.layers.{i}."
-        parts += [
-            Part(f"{theirs}attn_norm.weight", f"{ours}input_layernorm.weight", (d.hidden,)),
-            Part(f"{theirs}attn_q.weight", f"{ours}self_attn.q_proj.weight", (query, d.hidden), d.heads),
-            Part(f"{theirs}attn_k.weight", f"{ours}self_attn.k_proj.weight", (key, d.hidden), d.kv_heads),
-            Part(f"{theirs}attn_v.weight", f"{ours}self_attn.v_proj.weight", (key, d.hidden)),
-            Part(f"{theirs}attn_output.weight", f"{ours}self_attn.o_proj.weight", (d.hidden, query)),
-            Part(f"{theirs}ffn_norm.weight", f"{ours}post_attention_layernorm.weight", (d.hidden,)),
-            Part(f"{theirs}ffn_gate.weight", f"{ours}mlp.gate_proj.weight", (d.ffn, d.hidden)),
-            Part(f"{theirs}ffn_up.weight", f"{ours}mlp.up_proj.weight", (d.ffn, d.hidden)),
-            Part(f"{theirs}ffn_down.weight", f"{ours}mlp.down_proj.weight", (d.hidden, d.ffn)),
+        gguf_prefix, prefix = f"blk.{i}.", f"model.layers.{i}."
+        specs += [
+            TensorSpec(f"{gguf_prefix}attn_norm.weight", f"{prefix}input_layernorm.weight", (d.hidden,)),
+            TensorSpec(f"{gguf_prefix}attn_q.weight", f"{prefix}self_attn.q_proj.weight", (query, d.hidden), d.heads),
+            TensorSpec(f"{gguf_prefix}attn_k.weight", f"{prefix}self_attn.k_proj.weight", (key, d.hidden), d.kv_heads),
+            TensorSpec(f"{gguf_prefix}attn_v.weight", f"{prefix}self_attn.v_proj.weight", (key, d.hidden)),
+            TensorSpec(f"{gguf_prefix}attn_output.weight", f"{prefix}self_attn.o_proj.weight", (d.hidden, query)),
+            TensorSpec(f"{gguf_prefix}ffn_norm.weight", f"{prefix}post_attention_layernorm.weight", (d.hidden,)),
+            TensorSpec(f"{gguf_prefix}ffn_gate.weight", f"{prefix}mlp.gate_proj.weight", (d.ffn, d.hidden)),
+            TensorSpec(f"{gguf_prefix}ffn_up.weight", f"{prefix}mlp.up_proj.weight", (d.ffn, d.hidden)),
+            TensorSpec(f"{gguf_prefix}ffn_down.weight", f"{prefix}mlp.down_proj.weight", (d.hidden, d.ffn)),
         ]
-    parts.append(Part("output_norm.weight", "model.norm.weight", (d.hidden,)))
-    return parts if tied else [*parts, Part("output.weight", "lm_head.weight", (d.vocab, d.hidden))]
+    specs.append(TensorSpec("output_norm.weight", "model.norm.weight", (d.hidden,)))
+    return specs if tied else [*specs, TensorSpec("output.weight", "lm_head.weight", (d.vocab, d.hidden))]
 
 
-def _check_parts(source: GgufFile, parts: list[Part]) -> None:
-    wanted = {part.source: part.shape for part in parts}
+def _check_tensors(source: GgufFile, specs: list[TensorSpec]) -> None:
+    wanted = {spec.source: spec.shape for spec in specs}
     for name, shape in wanted.items():
         found = source.tensor_shapes.get(name)
         if found != shape:
@@ -231,23 +231,23 @@ def deinterleave(rows: Floats, heads: int) -> Floats:
     return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(rows.shape))
 
 
-def write_weights(source: GgufFile, parts: list[Part], path: Path, progress: Callable[[int, int], None]) -> None:
-    """Write the safetensors file ``path``: float32, little-endian, in the order of ``parts``."""
+def write_weights(source: GgufFile, specs: list[TensorSpec], path: Path, progress: Callable[[int, int], None]) -> None:
+    """Write the safetensors file ``path``: float32, little-endian, in the order of ``specs``."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     total = 0
-    for part in parts:
-        end = total + 4 * math.prod(part.shape)
-        header[part.name] = {"dtype": "F32", "shape": part.shape, "data_offsets": [total, end]}
+    for spec in specs:
+        end = total + 4 * math.prod(spec.shape)
+        header[spec.name] = {"dtype": "F32", "shape": spec.shape, "data_offsets": [total, end]}
         total = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % HEADER_ALIGN)
     done = 0
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for part in parts:
-            values = source.tensor(part.source)
-            if part.interleaved_heads:
-                values = deinterleave(values, part.interleaved_heads)
+        for spec in specs:
+            values = source.tensor(spec.source)
+            if spec.interleaved_heads:
+                values = deinterleave(values, spec.interleaved_heads)
             file.write(values.astype("<f4", copy=False).data)
             done += values.nbytes
             progress(done, total)
