@@ -17,14 +17,14 @@ from slipstream.train.dialogue import read_prompts
 SETS = Path(__file__).parent / "sets"
 
 
-def own() -> dict[str, list[str]]:
+def builtin_questions() -> dict[str, list[str]]:
     """By set: six chat questions and six in which the answer repeats the prompt or itself."""
     from slipstream.cli.host import QUESTIONS  # not above: it imports gRPC, which `make gpu` has to do without
 
-    return {"chat": list(QUESTIONS), "copy": read(SETS, "copy", 99)[:6]}
+    return {"chat": list(QUESTIONS), "copy": read_questions(SETS, "copy", 99)[:6]}
 
 
-def read(folder: str | Path, name: str, count: int) -> list[str]:
+def read_questions(folder: str | Path, name: str, count: int) -> list[str]:
     """``count`` questions of ``folder/name.jsonl``, evenly over it, as sets are sorted by kind. Raises ConfigError
     naming the file and line.
     """
@@ -33,7 +33,7 @@ def read(folder: str | Path, name: str, count: int) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class TimedAnswer:
     """Tokens and times of one answer. Seconds; decoding starts at the first token."""
 
     tokens: tuple[int, ...]
@@ -49,7 +49,7 @@ class Measured:
 
 
 async def ask(backend: Backend, prompt: list[int], sampling: Sampling, max_tokens: int, speculate: bool,
-              top_logprobs: int | None = None, on_piece: Callable[[Piece], None] | None = None) -> Measured:
+              top_logprobs: int | None = None, on_piece: Callable[[Piece], None] | None = None) -> TimedAnswer:
     """Ask and measure."""
     pieces: list[Piece] = []
     first_s = last_s = time.perf_counter()
@@ -62,5 +62,5 @@ async def ask(backend: Backend, prompt: list[int], sampling: Sampling, max_token
             on_piece(piece)
     margins = tuple((entry.logprob, next((p for t, p in entry.top if t != token), float("-inf")))
                     for piece in pieces for token, entry in zip(piece.tokens, piece.logprobs, strict=False))
-    return Measured(tuple(t for piece in pieces for t in piece.tokens), len(pieces), sum(p.accepted for p in pieces),
+    return TimedAnswer(tuple(t for piece in pieces for t in piece.tokens), len(pieces), sum(p.accepted for p in pieces),
                     last_s - first_s, margins)

@@ -43,9 +43,9 @@ class Memory:
 
     def gb_s(self) -> float:
         """GB/s, the best of a few sums, because other programs may disturb one."""
-        return rate(min(timed({"sum": self.read}, 2)["sum"]))
+        return gb_per_s(min(timed({"sum": self.read}, 2)["sum"]))
 
 
-def rate(took_s: float) -> float:
+def gb_per_s(took_s: float) -> float:
     """GB/s of one ``read`` in so many seconds."""
     return 4 * NUMBERS / took_s / 1e9

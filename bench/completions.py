@@ -19,21 +19,21 @@ MAX_LINE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
-    """One answer. Seconds from sending the request; ``rounds`` where the server tells them."""
+class TimedCompletion:
+    """One answer. Seconds from sending the request; ``rounds``: if the server reports them."""
 
     tokens: int
     first_s: float
     total_s: float
     rounds: int = 0
-    first: int = 1  # tokens that came at ``first_s``
+    num_first: int = 1  # tokens that arrived at ``first_s``
 
     @property
     def tokens_per_s(self) -> float:
         """Tokens a second after the first piece, which is not counted. 0: the answer is too short."""
-        if self.tokens <= self.first or self.total_s <= self.first_s:
+        if self.tokens <= self.num_first or self.total_s <= self.first_s:
             return 0.0
-        return (self.tokens - self.first) / (self.total_s - self.first_s)
+        return (self.tokens - self.num_first) / (self.total_s - self.first_s)
 
     @property
     def end_to_end(self) -> float:
@@ -48,23 +48,23 @@ class Server:
     port: int
     model: str
 
-    async def ask(self, prompt: str | Sequence[int], max_tokens: int, extra: Mapping[str, Any]) -> Answered:
+    async def ask(self, prompt: str | Sequence[int], max_tokens: int, extra: Mapping[str, Any]) -> TimedCompletion:
         """Ask greedily, read all of the answer. Raises Unavailable."""
         body = {"model": self.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0.0, "stream": True,
                 "stream_options": {"include_usage": True}, **extra}
         began_s = time.perf_counter()
         first_s = last_s = 0.0
         usage: Mapping[str, Any] = {}
-        told: Mapping[str, Any] = {}
+        statistics: Mapping[str, Any] = {}
         async for data in self._events(json.dumps(body).encode()):
             event = json.loads(data)
             if event.get("choices") and event["choices"][0].get("text"):
                 last_s = time.perf_counter() - began_s
                 first_s = first_s or last_s
-            usage, told = event.get("usage") or usage, event.get("slipstream") or told
+            usage, statistics = event.get("usage") or usage, event.get("slipstream") or statistics
         if not usage or not first_s:
             raise Unavailable(f"port {self.port}: the answer has no text or no usage")
-        return Answered(int(usage["completion_tokens"]), first_s, last_s, int(told.get("rounds", 0)))
+        return TimedCompletion(int(usage["completion_tokens"]), first_s, last_s, int(statistics.get("rounds", 0)))
 
     async def _events(self, body: bytes) -> AsyncIterator[bytes]:
         """The data of each event, without the one that ends them."""

@@ -1,7 +1,8 @@
 """A network between two processes: ``python -m bench.delayed FROM TO --delay-ms 0.5`` relays TCP with a delay.
 
 Rules:
-1. Bytes leave ``delay`` after they came, one way each, and never overtake each other: a round trip is twice the delay.
+1. Bytes leave ``delay`` after they arrived, in both directions, and never overtake each other: a round trip is twice
+   the delay.
 2. Timers are exact to about 0.1 ms: the loop waits by ``select``, because ``epoll`` rounds up to whole milliseconds.
 
 It knows nothing about the content.
@@ -16,13 +17,13 @@ import selectors
 
 from slipstream.base.address import host_port
 
-MOST_BYTES = 1 << 16  # at once
+CHUNK_BYTES = 1 << 16
 
 
 async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, delay_s: float) -> None:
     """Copy bytes in one direction, each ``delay_s`` seconds late, until the end of input."""
     loop, due_s = asyncio.get_running_loop(), 0.0
-    while data := await reader.read(MOST_BYTES):
+    while data := await reader.read(CHUNK_BYTES):
         due_s = max(due_s + 1e-6, loop.time() + delay_s)
         loop.call_at(due_s, writer.write, data)
     loop.call_later(delay_s, writer.close)

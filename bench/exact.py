@@ -16,9 +16,9 @@ from itertools import product
 
 from rich.progress import track
 
-from bench.asking import Measured, ask, own, read
-from bench.fleet import LOGS, pair
-from bench.report import Row, complained, finished, number, write
+from bench.asking import TimedAnswer, ask, builtin_questions, read_questions
+from bench.fleet import LOGS, target_with_draft
+from bench.report import Row, exit_on_error, number, run_or_exit, write
 from router_service.text.tokens import TextCodec
 from slipstream.base.config import ModelSection
 from slipstream.models.folder import resolve
@@ -37,24 +37,25 @@ async def run(sets: Mapping[str, Sequence[str]], dtype: str, max_tokens: int, ke
     rows: list[Row] = []
     async with AsyncExitStack() as stack:
         # A policy that stays with speculation, so that every answer tests it.
-        pairs = [await stack.enter_async_context(pair(f"exact-{mode}", LOGS, (
+        pairs = [await stack.enter_async_context(target_with_draft(f"exact-{mode}", LOGS, (
             f"model.dtype={dtype}", f"model.kernels={mode}", "target.policy.always=true"))) for mode in kernels]
         for (name, sampling), (set_, questions) in product(modes(codec).items(), sets.items()):
-            answers: list[list[tuple[Measured, Measured]]] = [[] for _ in pairs]
+            answers: list[list[tuple[TimedAnswer, TimedAnswer]]] = [[] for _ in pairs]
             for question in track(questions, description=f"{name}, {set_}"):
                 prompt = codec.chat([{"role": "user", "content": question}])
-                for one, got in zip(pairs, answers, strict=True):
-                    got.append(await both(one.clients[0], prompt, sampling, max_tokens))
+                for services, got in zip(pairs, answers, strict=True):
+                    got.append(await ask_both(services.clients[0], prompt, sampling, max_tokens))
             for mode, got in zip(kernels, answers, strict=True):
                 rows.append(row(name, dtype, mode, set_, got))
                 for place, (plain, drafted) in enumerate(got):
                     if plain.tokens != drafted.tokens:
-                        print(f"{name}, kernels {mode}, {set_}, question {place}: {parting(plain, drafted)}")
+                        print(f"{name}, kernels {mode}, {set_}, question {place}: "
+                              f"{describe_difference(plain, drafted)}")
     return rows
 
 
-async def both(backend: Backend, prompt: list[int], sampling: Sampling,
-               max_tokens: int) -> tuple[Measured, Measured]:
+async def ask_both(backend: Backend, prompt: list[int], sampling: Sampling,
+                   max_tokens: int) -> tuple[TimedAnswer, TimedAnswer]:
     """Plain and drafted, asked alike: log probabilities cost a step time, so they are asked for where the two differ,
     by a plain answer more."""
     plain, drafted = [await ask(backend, prompt, sampling, max_tokens, speculate) for speculate in (False, True)]
@@ -64,7 +65,7 @@ async def both(backend: Backend, prompt: list[int], sampling: Sampling,
     return plain, drafted
 
 
-def row(name: str, dtype: str, kernels: str, set_name: str, answers: list[tuple[Measured, Measured]]) -> Row:
+def row(name: str, dtype: str, kernels: str, set_name: str, answers: list[tuple[TimedAnswer, TimedAnswer]]) -> Row:
     drafted = [d for _, d in answers]
     return {"sampling": name, "dtype": dtype, "kernels": kernels, "set": set_name, "answers": len(answers),
             "equal": sum(p.tokens == d.tokens for p, d in answers),
@@ -73,7 +74,7 @@ def row(name: str, dtype: str, kernels: str, set_name: str, answers: list[tuple[
             "acceptance_length": sum(len(d.tokens) for d in drafted) / max(1, sum(d.rounds for d in drafted))}
 
 
-def parting(plain: Measured, drafted: Measured) -> str:
+def describe_difference(plain: TimedAnswer, drafted: TimedAnswer) -> str:
     """Where two answers part, and by how much plain decoding preferred its token there."""
     shared = min(len(plain.tokens), len(drafted.tokens))
     at = next((i for i in range(shared) if plain.tokens[i] != drafted.tokens[i]), shared)
@@ -83,7 +84,7 @@ def parting(plain: Measured, drafted: Measured) -> str:
     return f"they part at token {at}, where the margin is {chosen - other:.5f} (log probability)"
 
 
-@complained()
+@exit_on_error()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prompts", help="folder of JSONL sets; without it our own dozen is asked")
@@ -94,8 +95,9 @@ def main() -> None:
     parser.add_argument("--kernels", nargs="+", choices=("auto", "torch", "native"), default=["auto"],
                         help="model.kernels, in turn")
     arguments = parser.parse_args()
-    sets = {arguments.set: read(arguments.prompts, arguments.set, arguments.count)} if arguments.prompts else own()
-    rows = finished(run(sets, arguments.dtype, arguments.max_tokens, arguments.kernels))
+    sets = builtin_questions() if not arguments.prompts else {
+        arguments.set: read_questions(arguments.prompts, arguments.set, arguments.count)}
+    rows = run_or_exit(run(sets, arguments.dtype, arguments.max_tokens, arguments.kernels))
     write("exact", rows, "bench-exact: speculation as configured by default, over gRPC, against plain decoding")
     print(f"{sum(number(row, 'different') for row in rows):.0f} answers differ")
 

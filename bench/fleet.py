@@ -57,19 +57,21 @@ def cpu_s(pid: int) -> float:
     return 0.0
 
 
-def resident(pid: int, children: bool = False) -> float:
-    """MiB of resident memory of ``pid``, shared pages of files included; 0 when it is gone. children: with theirs."""
+def resident_mib(pid: int, children: bool = False) -> float:
+    """MiB of resident memory of ``pid``, shared pages of files included; 0 when it is gone. children: also of its
+    child processes."""
     with suppress(psutil.Error):
         process = psutil.Process(pid)
         family = [process, *(process.children(recursive=True) if children else ())]
-        return float(sum(one.memory_info().rss for one in family) / 2**20)
+        return float(sum(member.memory_info().rss for member in family) / 2**20)
     return 0.0
 
 
 @dataclass(slots=True)
 class Process:
-    """One service. ``module`` is run with ``arguments`` and ``settings`` (section.key=value); where there is none, it
-    is none of ours, and ``arguments`` are its command. ``metrics_port`` 0: it does not tell, and counts as ready."""
+    """One service. ``module`` is run with ``arguments`` and ``settings`` (section.key=value); without a
+    module it is a program of others, and ``arguments`` are its command. ``metrics_port`` 0: nobody asks whether it is
+    ready."""
 
     module: str
     settings: Sequence[str]
@@ -78,18 +80,18 @@ class Process:
     arguments: Sequence[str] = ()
     process: subprocess.Popen[bytes] | None = None
     address: str = ""  # where it listens
-    page: str = "/ready"  # says 200 when it takes work
+    page: str = "/ready"  # gives 200 when the service takes work
     ready_s: float = READY_S
 
     def start(self) -> None:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         command = [*self.arguments, *(part for setting in self.settings for part in ("--set", setting))]
-        how: dict[str, str] = {}
+        environment: dict[str, str] = {}
         if self.module:
-            command, how = [sys.executable, "-m", self.module, *command], SHARED_CORES
+            command, environment = [sys.executable, "-m", self.module, *command], SHARED_CORES
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
-                                            env={**how, **os.environ})
+                                            env={**environment, **os.environ})
 
     @property
     def pid(self) -> int:
@@ -114,8 +116,8 @@ class Process:
         while self.metrics_port and not await asyncio.to_thread(http_ok, f"127.0.0.1:{self.metrics_port}", self.page):
             ended = self.process is None or self.process.poll() is not None
             if ended or time.monotonic() > deadline_s:
-                said = self.log.read_text(errors="replace")[-2000:]
-                raise Unavailable(f"{self.log.stem} did not start; {self.log} ends with:\n{said}")
+                log_end = self.log.read_text(errors="replace")[-2000:]
+                raise Unavailable(f"{self.log.stem} did not start; {self.log} ends with:\n{log_end}")
             await asyncio.sleep(0.1)
 
 
@@ -128,7 +130,7 @@ def service(role: str, name: str, folder: Path, settings: Sequence[str] = (), mo
                    address=f"127.0.0.1:{listen}")
 
 
-async def joined(client: TargetClient, log: Path) -> None:
+async def wait_for_drafts(client: TargetClient, log: Path) -> None:
     """Wait until the target has all its drafts. Raises Unavailable."""
     deadline_s = time.monotonic() + READY_S
     while not all(draft.connected for draft in (await client.info()).drafts):
@@ -151,8 +153,8 @@ async def running(*processes: Process) -> AsyncIterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
-    """What runs: targets and drafts, and a client for each target."""
+class Services:
+    """Targets and drafts, and a client for each target."""
 
     targets: Sequence[Process]
     drafts: Sequence[Process]
@@ -160,18 +162,18 @@ class Served:
 
 
 @asynccontextmanager
-async def served(targets: Sequence[Process], drafts: Sequence[Process],
-                 relays: Sequence[Process] = ()) -> AsyncIterator[Served]:
+async def running_services(targets: Sequence[Process], drafts: Sequence[Process],
+                           relays: Sequence[Process] = ()) -> AsyncIterator[Services]:
     """Targets that have found their drafts, perhaps through relays. Raises Unavailable."""
     async with running(*drafts, *relays, *targets), AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(aclosing(TargetClient(target.address))) for target in targets]
         for target, client in zip(targets, clients, strict=True):
-            await joined(client, target.log)
-        yield Served(targets, drafts, clients)
+            await wait_for_drafts(client, target.log)
+        yield Services(targets, drafts, clients)
 
 
-def pair(name: str, folder: Path, settings: Sequence[str] = ()) -> AbstractAsyncContextManager[Served]:
+def target_with_draft(name: str, folder: Path, settings: Sequence[str] = ()) -> AbstractAsyncContextManager[Services]:
     """A target with one draft. ``settings`` go to both."""
     draft = service("draft", f"{name}-draft", folder, settings)
     target = service("target", f"{name}-target", folder, (f"target.drafts={[draft.address]}", *settings))
-    return served([target], [draft])
+    return running_services([target], [draft])

@@ -36,7 +36,7 @@ def choice_rows(sampling: Sampling, rows: int, sessions: int = 1) -> list[Choice
                        [()] * rows) for first in range(0, sessions * rows, rows)]
 
 
-def places_of(answers: int, rows: int, context: int) -> NDArray[np.int64]:
+def answer_slots(answers: int, rows: int, context: int) -> NDArray[np.int64]:
     """Slots int64 [answers, context + rows]. Their runs alternate in memory, as for answers that decode together."""
     runs = -(-(context + rows) // RUN)
     slots = np.arange(runs * answers * RUN).reshape(runs, answers, RUN).swapaxes(0, 1).reshape(answers, -1)

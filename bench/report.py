@@ -35,7 +35,7 @@ def number(row: Row, name: str) -> float:
     return float(value)
 
 
-def finished(work: Coroutine[Any, Any, Result]) -> Result:
+def run_or_exit(work: Coroutine[Any, Any, Result]) -> Result:
     """Run ``work`` and return its result; an error of ours ends the process with its sentence."""
     try:
         return asyncio.run(work)
@@ -45,8 +45,8 @@ def finished(work: Coroutine[Any, Any, Result]) -> Result:
 
 
 @contextmanager
-def complained() -> Iterator[None]:
-    """As ``finished`` for code without coroutines, as a context or a decorator."""
+def exit_on_error() -> Iterator[None]:
+    """As ``run_or_exit`` for code without coroutines, as a context or a decorator."""
     try:
         yield
     except SlipstreamError as error:

@@ -1,8 +1,8 @@
 """Timed devices as processes, a network between them, and readers of their answers.
 
 ``python -m bench.timed ROLE TIMING --set …`` is one of them, a composition root. ROLE is target, draft, or colocated: a
-target whose drafter is in the same process and on the same device; TIMING is what ``written`` gives. ``deployed``
-starts as many as a benchmark needs. It knows nothing about what is measured.
+target whose drafter is in the same process and on the same device; TIMING is what ``timing_to_json`` gives.
+``timed_services`` starts as many as a benchmark needs. It knows nothing about what is measured.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from bench.fleet import LOGS, Process, Served, free_port, served, service
+from bench.fleet import LOGS, Process, Services, free_port, running_services, service
 from draft_service.__main__ import host as host_draft
 from draft_service.worker import DraftWorker
 from slipstream.base.config import Config, load
@@ -49,7 +49,7 @@ class Reader:
     begin: int = 0
     end: int = sys.maxsize
     tokens: int = 0
-    pieces: list[tuple[float, Piece]] = field(default_factory=list)  # counted ones, and the one before; when they came
+    pieces: list[tuple[float, Piece]] = field(default_factory=list)  # when each came, from the one before ``begin`` on
 
     @property
     def ended(self) -> bool:
@@ -71,38 +71,39 @@ class Reader:
         return sum(len(piece.tokens) for piece in self.counted) / (self.pieces[-1][0] - self.pieces[0][0])
 
     @property
-    def hits_ms(self) -> list[float]:
-        """What rounds took whose tree was there and for which nobody waited."""
+    def hit_rounds_ms(self) -> list[float]:
+        """The durations of rounds whose tree was there, so that the target did not wait."""
         return [1e3 * (now_s - before_s) for (before_s, _), (now_s, piece) in itertools.pairwise(self.pieces)
                 if piece.drafted and not piece.wait_s]
 
     async def read(self, client: TargetClient, speculate: bool) -> None:
         """Read answers, each of another text, one after the other, until cancelled."""
         for turn in itertools.count():
-            request = Request(f"{self.number}-{turn}", text(self.number + 37 * turn), Sampling(), 4000, None, speculate)
+            prompt = stream_prompt(self.number + 37 * turn)
+            request = Request(f"{self.number}-{turn}", prompt, Sampling(), 4000, None, speculate)
             async for piece in client.submit(request):
                 self.take(time.perf_counter(), piece)
 
 
-def text(stream: int) -> tuple[int, int]:
+def stream_prompt(stream: int) -> tuple[int, int]:
     """The prompt of a stream; the answer depends only on it."""
     token = stream % STREAMS * SYMBOLS
     return token, token
 
 
-def written(timing: Timing) -> str:
-    """``timing`` as an argument of a process; see ``read``."""
+def timing_to_json(timing: Timing) -> str:
+    """``timing`` as an argument of a process; see ``timing_from_json``."""
     return TIMING.dump_json(timing).decode()
 
 
-def read(text: str) -> Timing:
-    """The Timing of an argument that ``written`` made."""
+def timing_from_json(text: str) -> Timing:
+    """The Timing of an argument that ``timing_to_json`` made."""
     return TIMING.validate_json(text)
 
 
-def deployed(timing: Timing, targets: int = 1, drafts: int = 1, rtt_ms: float | None = None,
-             settings: Sequence[str] = (), role: str = "target",
-             traces: Mapping[str, Path] | None = None) -> AbstractAsyncContextManager[Served]:
+def timed_services(timing: Timing, targets: int = 1, drafts: int = 1, rtt_ms: float | None = None,
+                   settings: Sequence[str] = (), role: str = "target",
+                   traces: Mapping[str, Path] | None = None) -> AbstractAsyncContextManager[Services]:
     """Every target knows every draft, through a relay where there is an ``rtt_ms``. traces: files for those of a role,
     written when they stop."""
     LOGS.mkdir(parents=True, exist_ok=True)
@@ -111,24 +112,24 @@ def deployed(timing: Timing, targets: int = 1, drafts: int = 1, rtt_ms: float | 
     def process(role: str, number: int, *own: str) -> Process:
         trace = (f"log.trace={traces[role]}",) if traces else ()
         return service("draft" if role == "draft" else "target", f"timed-{role}-{number}", LOGS,
-                       (*settings, *own, *trace), "bench.timed", (role, written(timing)))
+                       (*settings, *own, *trace), "bench.timed", (role, timing_to_json(timing)))
 
     def reached(draft: Process) -> str:
         if rtt_ms is None:
             return draft.address
-        at = f"127.0.0.1:{free_port()}"
+        relay_address = f"127.0.0.1:{free_port()}"
         relays.append(Process("bench.delayed", (), 0, LOGS / "relay.log",
-                              (at, draft.address, "--delay-ms", str(rtt_ms / 2))))
-        return at
+                              (relay_address, draft.address, "--delay-ms", str(rtt_ms / 2))))
+        return relay_address
 
-    pods = [process("draft", number) for number in range(drafts)]
-    known = f"target.drafts={[reached(pod) for pod in pods]}"
-    fronts = [process(role, number, known, "target.slots=262144") for number in range(targets)]
-    return served(fronts, pods, relays)
+    draft_processes = [process("draft", number) for number in range(drafts)]
+    drafts_setting = f"target.drafts={[reached(draft) for draft in draft_processes]}"
+    target_processes = [process(role, number, drafts_setting, "target.slots=262144") for number in range(targets)]
+    return running_services(target_processes, draft_processes, relays)
 
 
 @asynccontextmanager
-async def streaming(rig: Served, streams: int) -> AsyncIterator[list[Reader]]:
+async def streaming(rig: Services, streams: int) -> AsyncIterator[list[Reader]]:
     """Endless readers, evenly over the targets, once they have settled."""
     readers = [Reader(number) for number in range(streams)]
     async with background_tasks(*(reader.read(rig.clients[reader.number % len(rig.clients)], True)
@@ -152,23 +153,23 @@ async def serve_target(config: Config, timing: Timing, stop: asyncio.Event, read
     if not colocated:
         await host_target(config, target, stop, ready)
         return
-    beside = draft(config, timing, device)
-    beside.start()
-    link = LocalLink("local", target.hello, target.worker.following, beside, check_pair)
+    drafter_worker = draft(config, timing, device)
+    drafter_worker.start()
+    link = LocalLink("local", target.hello, target.worker.following, drafter_worker, check_pair)
 
-    def up() -> None:
+    def on_ready() -> None:
         target.service.drafts = lambda: [link.status()]
         link.restore()
         ready()
 
-    await host_target(config, target, stop, up)
-    await asyncio.to_thread(beside.stop)
+    await host_target(config, target, stop, on_ready)
+    await asyncio.to_thread(drafter_worker.stop)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("role", choices=("target", "draft", "colocated"))
-    parser.add_argument("timing", type=read)
+    parser.add_argument("timing", type=timing_from_json)
     parser.add_argument("--set", action="append", default=[], dest="overrides")
     arguments = parser.parse_args()
     # A timed device's tokens are no real text, so repetitions in it must not be looked up.

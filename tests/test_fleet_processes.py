@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from bench.fleet import Process, free_port
-from bench.timed import written
+from bench.timed import timing_to_json
 from slipstream.protocol.requests import Request, Sampling
 from slipstream.simulate.timed import STREAMS, SYMBOLS, Timing
 from slipstream.wire.target import TargetClient
@@ -47,7 +47,8 @@ class Fleet:
             settings = (f"{role}.listen=127.0.0.1:{listen}", f"{role}.metrics_listen=127.0.0.1:{metrics}",
                         f"target.drafts=[{known}]", "target.slots=32768", "draft.run_ahead=40")
             (self.drafts if role == "draft" else self.targets).append(
-                Process("bench.timed", settings, metrics, self.folder / f"{number}.log", (role, written(TIMING))))
+                Process("bench.timed", settings, metrics, self.folder / f"{number}.log",
+                        (role, timing_to_json(TIMING))))
         self.clients = [TargetClient(f"127.0.0.1:{listen}") for listen, _ in ports[DRAFTS:]]
 
     async def total(self, name: str, **labels: str) -> float:

@@ -17,7 +17,7 @@ def test_a_reader_counts_from_one_token_to_another() -> None:
     assert [at for at, _ in reader.pieces] == [1.0, 2.0, 3.0]  # tokens 3 to 4, 5 to 6 and 7 to 8
     assert reader.tokens_per_s == pytest.approx(2.0)
     assert len(reader.counted) == 2 and reader.ended
-    assert reader.hits_ms == [1000.0], "the round that waited is no hit"
+    assert reader.hit_rounds_ms == [1000.0], "the round that waited is no hit"
 
 
 def test_the_whole_sweep_has_every_combination_once() -> None:

@@ -17,17 +17,17 @@ import pytest
 import torch
 
 from bench import exact
-from bench.asking import Measured, read
-from bench.completions import Answered, Server
-from bench.fleet import Process, cpu_s, resident
+from bench.asking import TimedAnswer, read_questions
+from bench.completions import Server, TimedCompletion
+from bench.fleet import Process, cpu_s, resident_mib
 from bench.peers.__main__ import (
-    BOUND,
     GOALS,
     NAMES,
     SAMPLED,
+    WITH_SCHEMA,
     Results,
     Turn,
-    asked,
+    ask_in_turn,
     in_batches,
     one_by_one,
     questions_of,
@@ -55,14 +55,14 @@ class Told:
     async def start(self) -> None:
         """Nothing to start."""
 
-    async def ask(self, prompt: Sequence[int], max_tokens: int, how: Mapping[str, Any]) -> Answered:
+    async def ask(self, prompt: Sequence[int], max_tokens: int, how: Mapping[str, Any]) -> TimedCompletion:
         self.asked.append(tuple(prompt))
         self.how.append(how)
         self.now += 1
         self.most = max(self.most, self.now)
         await asyncio.sleep(0)
         self.now -= 1
-        return Answered(max_tokens, 0.1, 0.1 + (max_tokens - 1) / self.per_s)
+        return TimedCompletion(max_tokens, 0.1, 0.1 + (max_tokens - 1) / self.per_s)
 
     def memory(self) -> dict[str, float]:
         return {"all": 1.0}
@@ -79,14 +79,14 @@ def answered(default: float = 2.0, llama: float = 1.0) -> Results:
             for set_ in ("mt_bench", "copy"):
                 for length in (11, 21):
                     took_s = (length - 1) / (10 * factor)
-                    results[name, batch, set_].append(Answered(length, 0.0, took_s, rounds=length // 2))
+                    results[name, batch, set_].append(TimedCompletion(length, 0.0, took_s, rounds=length // 2))
     return results
 
 
 async def ask_all(turns: Iterable[Turn], systems: Sequence[System], max_tokens: int) -> Results:
     results: Results = defaultdict(list)
     for number, turn in enumerate(turns):
-        await asked(number, turn, systems, max_tokens, results)
+        await ask_in_turn(number, turn, systems, max_tokens, results)
     return results
 
 
@@ -99,7 +99,7 @@ async def test_every_system_gets_every_question_and_none_is_always_first() -> No
 
 async def test_a_system_that_fails_once_keeps_its_other_questions_paired() -> None:
     class Fails(Told):
-        async def ask(self, prompt: Sequence[int], max_tokens: int, how: Mapping[str, Any]) -> Answered:
+        async def ask(self, prompt: Sequence[int], max_tokens: int, how: Mapping[str, Any]) -> TimedCompletion:
             if prompt == [2]:
                 raise Unavailable("gone")
             return await Told.ask(self, prompt, max_tokens, how)
@@ -114,7 +114,7 @@ async def test_a_system_that_fails_once_keeps_its_other_questions_paired() -> No
 async def test_a_batch_in_which_an_answer_fails_says_nothing_of_speed() -> None:
     """What is not answered takes no time: the others' would look like a faster machine."""
     class Fails(Told):
-        async def ask(self, prompt: Sequence[int], max_tokens: int, how: Mapping[str, Any]) -> Answered:
+        async def ask(self, prompt: Sequence[int], max_tokens: int, how: Mapping[str, Any]) -> TimedCompletion:
             if len(self.asked) == 5:
                 self.asked.append(tuple(prompt))
                 raise Unavailable("gone")
@@ -128,7 +128,7 @@ async def test_a_batch_in_which_an_answer_fails_says_nothing_of_speed() -> None:
 
 def test_answers_that_are_too_short_to_say_do_not_count_as_slow() -> None:
     """A word and an end come in one event: nothing was decoded between two of them."""
-    short, long = Answered(2, 0.5, 0.5), Answered(11, 1.0, 2.0)
+    short, long = TimedCompletion(2, 0.5, 0.5), TimedCompletion(11, 1.0, 2.0)
     assert short.tokens_per_s == 0.0
     row = row_of(("slipstream-plain", 1, "copy"), {("slipstream-plain", 1, "copy"): [short, long, short]})
     assert row["tokens_per_s"] == pytest.approx(10.0) and row["answers"] == 3
@@ -152,7 +152,7 @@ async def test_sampled_questions_go_to_plain_and_default_and_bound_ones_to_all_o
     sets = {"copy": [[9]], "mt_bench": [[1], [2]], "extraction": [[3]], "record": [[4]]}
     results = await ask_all(one_by_one(sets), systems, 11)
     assert other.asked == [(9,), (1,), (2,)] and other.how == [{}] * 3
-    assert ngram.asked == [(9,), (1,), (2,), (3,), (4,)] and ngram.how == [{}] * 3 + [*BOUND.values()]
+    assert ngram.asked == [(9,), (1,), (2,), (3,), (4,)] and ngram.how == [{}] * 3 + [*WITH_SCHEMA.values()]
     assert plain.asked == default.asked == ngram.asked + [(1,), (2,)] * len(SAMPLED)
     assert default.how[5::2] == [*SAMPLED.values()]
     for name in SAMPLED:
@@ -173,7 +173,7 @@ async def test_a_batch_is_asked_by_as_many_streams_and_counts_all_tokens() -> No
 
 
 def test_a_row_says_speed_of_decoding_and_of_the_whole_answer() -> None:
-    results: Results = {("slipstream-plain", 1, "copy"): [Answered(11, 1.0, 2.0, rounds=11)]}
+    results: Results = {("slipstream-plain", 1, "copy"): [TimedCompletion(11, 1.0, 2.0, rounds=11)]}
     row = row_of(("slipstream-plain", 1, "copy"), results)
     assert row["tokens_per_s"] == pytest.approx(10.0)
     assert row["end_to_end"] == pytest.approx(5.5)
@@ -244,14 +244,14 @@ def test_a_model_is_converted_once_and_whole(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "count"), [("copy", 12), ("extraction", 8)])
 def test_our_sets_read_like_any_other(name: str, count: int) -> None:
-    assert len(set(read(Path("bench/sets"), name, 99))) == count
+    assert len(set(read_questions(Path("bench/sets"), name, 99))) == count
 
 
 def test_what_is_asked_is_of_the_folder_or_our_own(tmp_path: Path) -> None:
     (tmp_path / "some.jsonl").write_text('{"turns": ["a"]}')
     given, ours = questions_of(str(tmp_path), ["some"]), questions_of(None, ["some"])
-    assert list(given) == ["some", "copy", *BOUND] and given["some"] == ["a"] and len(given["copy"]) == 12
-    assert list(ours) == ["chat", "copy", *BOUND] and len(ours["copy"]) == 6
+    assert list(given) == ["some", "copy", *WITH_SCHEMA] and given["some"] == ["a"] and len(given["copy"]) == 12
+    assert list(ours) == ["chat", "copy", *WITH_SCHEMA] and len(ours["copy"]) == 6
 
 
 def test_slipstream_is_three_processes_two_or_one(tmp_path: Path) -> None:
@@ -272,13 +272,13 @@ async def test_a_system_whose_draft_is_refused_is_no_row(tmp_path: Path, monkeyp
     async def ready(self: Process) -> None:
         """At once."""
 
-    async def joined(client: object, log: Path) -> None:
+    async def wait_for_drafts(client: object, log: Path) -> None:
         asked.append(log)
         raise Unavailable("the target does not find its draft")
 
     monkeypatch.setattr(Process, "start", lambda self: None)
     monkeypatch.setattr(Process, "ready", ready)
-    monkeypatch.setattr("bench.peers.systems.joined", joined)
+    monkeypatch.setattr("bench.peers.systems.wait_for_drafts", wait_for_drafts)
     with pytest.raises(Unavailable, match="does not find its draft"):
         await slipstream("default", tmp_path, "model", "bfloat16").start()
     for kind in ("alone", "colocated"):
@@ -302,19 +302,19 @@ async def test_a_peer_starts_answers_and_is_gone(tmp_path: Path) -> None:
 def test_sets_hold_turns_or_prompts_and_are_read_evenly(tmp_path: Path) -> None:
     lines = [{"turns": ["a", "z"]}, {"prompt": "b"}, {"turns": ["c"]}, {"prompt": "d"}]
     (tmp_path / "some.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    assert read(tmp_path, "some", 9) == ["a", "b", "c", "d"]
-    assert read(tmp_path, "some", 2) == ["a", "c"]
+    assert read_questions(tmp_path, "some", 9) == ["a", "b", "c", "d"]
+    assert read_questions(tmp_path, "some", 2) == ["a", "c"]
     (tmp_path / "odd.jsonl").write_bytes('{"prompt": "a\u2028b\x85c"}\r\n\n{"prompt": "d"}'.encode())
-    assert read(tmp_path, "odd", 9) == ["a\u2028b\x85c", "d"], "what JSON has in a text ends no line"
+    assert read_questions(tmp_path, "odd", 9) == ["a\u2028b\x85c", "d"], "what JSON has in a text ends no line"
     (tmp_path / "wrong.jsonl").write_text('{"turns": ["a"]}\n{"turn": "b"}')
     with pytest.raises(ConfigError, match="line 2"):
-        read(tmp_path, "wrong", 9)
+        read_questions(tmp_path, "wrong", 9)
 
 
 def test_the_work_of_a_process_is_told_and_of_none_is_zero() -> None:
     assert cpu_s(os.getpid()) > 0
-    assert resident(os.getpid()) > 10
-    assert cpu_s(0) == resident(0) == 0
+    assert resident_mib(os.getpid()) > 10
+    assert cpu_s(0) == resident_mib(0) == 0
 
 
 def test_names_are_families_that_can_be_built() -> None:
@@ -328,19 +328,20 @@ def test_tokens_that_come_with_the_first_are_not_counted_as_decoded(monkeypatch:
     clock = Clock()
     for tokens in ([7] * 30, [1] * 6, [1] * 2, [1]):
         clock.put(torch.tensor([tokens]))
-    answer = Answered(**clock.said(9))
+    answer = TimedCompletion(**clock.result(9))
     assert (answer.tokens, answer.first_s, answer.total_s) == (9, 2.0, 4.0)
     assert answer.tokens_per_s == 1.5 and answer.end_to_end == 9 / 4
-    assert Answered(5, 1.0, 2.0).tokens_per_s == 4.0 and Answered(6, 1.0, 1.0, first=6).tokens_per_s == 0.0
+    assert TimedCompletion(5, 1.0, 2.0).tokens_per_s == 4.0
+    assert TimedCompletion(6, 1.0, 1.0, num_first=6).tokens_per_s == 0.0
 
 
 def test_a_peer_is_asked_as_its_user_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With its own defaults: Slipstream keeps what prompts begin with, and so does llama.cpp."""
     told = list[Mapping[str, Any]]()
 
-    async def ask(self: Server, prompt: Sequence[int], max_tokens: int, extra: Mapping[str, Any]) -> Answered:
+    async def ask(self: Server, prompt: Sequence[int], max_tokens: int, extra: Mapping[str, Any]) -> TimedCompletion:
         told.append(extra)
-        return Answered(1, 0.1, 0.1)
+        return TimedCompletion(1, 0.1, 0.1)
 
     monkeypatch.setattr(Server, "ask", ask)
     here = Path("llama-server"), Path("model.gguf")
@@ -356,17 +357,17 @@ async def test_plain_and_drafted_are_asked_alike_where_speeds_are_compared(draft
     asked = list[tuple[bool, int | None]]()
 
     async def ask(backend: Backend, prompt: list[int], sampling: Sampling, max_tokens: int, speculate: bool,
-                  top_logprobs: int | None = None) -> Measured:
+                  top_logprobs: int | None = None) -> TimedAnswer:
         asked.append((speculate, top_logprobs))
         margins = ((-0.1, -3.0),) * 2 + ((-0.6, -0.8),) if top_logprobs else ()
-        return Measured(drafted if speculate else (5, 6, 7), 3, 0, 2.0 if top_logprobs else 1.0, margins)
+        return TimedAnswer(drafted if speculate else (5, 6, 7), 3, 0, 2.0 if top_logprobs else 1.0, margins)
 
     monkeypatch.setattr(exact, "ask", ask)
-    pair = plain, _ = await exact.both(None, [1], Sampling(), 3)  # type: ignore[arg-type]
+    pair = plain, _ = await exact.ask_both(None, [1], Sampling(), 3)  # type: ignore[arg-type]
     assert asked[:2] == [(False, None), (True, None)] and plain.tokens_per_s == 2.0
     if drafted != plain.tokens:
         assert asked[2:] == [(False, 2)]
-        assert exact.parting(*pair) == "they part at token 2, where the margin is 0.20000 (log probability)"
+        assert exact.describe_difference(*pair) == "they part at token 2, where the margin is 0.20000 (log probability)"
     else:
         assert not asked[2:]
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from bench import fleet
-from bench.asking import ask, own
+from bench.asking import ask, builtin_questions
 from router_service.text.tokens import TextCodec
 from slipstream.base.config import ModelSection
 from slipstream.drafting.ngram import NgramDrafter
@@ -19,7 +19,7 @@ from tests.pair import STUBBORN, Rig, drafting, grpc_link, target
 from tests.scraped import scraped
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]
-CHAT, COPY = own().values()
+CHAT, COPY = builtin_questions().values()
 # What a target copies by itself would pass for a draft's.
 PREFERS_DRAFTS = ("target.policy.always=true", "target.prompt_lookup=false", "draft.drafter=ngram")
 
@@ -33,8 +33,8 @@ def codec() -> TextCodec:
 
 
 @pytest.fixture(scope="module")
-async def pair(tmp_path_factory: pytest.TempPathFactory, codec: TextCodec) -> AsyncIterator[fleet.Served]:
-    async with fleet.pair("real", tmp_path_factory.mktemp("real"), PREFERS_DRAFTS) as made:
+async def pair(tmp_path_factory: pytest.TempPathFactory, codec: TextCodec) -> AsyncIterator[fleet.Services]:
+    async with fleet.target_with_draft("real", tmp_path_factory.mktemp("real"), PREFERS_DRAFTS) as made:
         yield made
 
 
@@ -51,7 +51,7 @@ def prompt(codec: TextCodec, text: str) -> list[int]:
 SAMPLINGS = (Sampling(stop_token_ids=(2,)), Sampling(temperature=0.8, top_p=0.95, seed=5))
 
 
-async def test_answers_over_grpc_equal_plain_ones(pair: fleet.Served, codec: TextCodec) -> None:
+async def test_answers_over_grpc_equal_plain_ones(pair: fleet.Services, codec: TextCodec) -> None:
     """To the bit, and side by side: what a row computes depends on its own path alone."""
     wanted = [(prompt(codec, text), sampling) for text in (*CHAT[:2], *COPY[:3]) for sampling in SAMPLINGS]
     plain, drafted = [await asyncio.gather(*(ask(pair.clients[0], *one, 32, speculate) for one in wanted))
@@ -60,7 +60,7 @@ async def test_answers_over_grpc_equal_plain_ones(pair: fleet.Served, codec: Tex
     assert sum(answer.accepted for answer in drafted) > 20, "drafts were hardly used, so this shows little"
 
 
-async def test_answers_at_temperature_1_equal_plain_ones(pair: fleet.Served, codec: TextCodec) -> None:
+async def test_answers_at_temperature_1_equal_plain_ones(pair: fleet.Services, codec: TextCodec) -> None:
     """What clients ask for that say nothing. With nobody beside them who filters, kernels choose on their way."""
     plain, drafted = [await asyncio.gather(*(
         ask(pair.clients[0], prompt(codec, text), Sampling(temperature=1.0, seed=seed), 32, speculate)
@@ -87,7 +87,8 @@ async def test_answers_of_torch_in_float32_equal_plain_ones(text: str, codec: Te
     assert from_drafts > 5, "drafts were hardly used, so this shows little"
 
 
-async def test_a_killed_draft_changes_nothing_and_a_restarted_one_is_used(pair: fleet.Served, codec: TextCodec) -> None:
+async def test_a_killed_draft_changes_nothing_and_a_restarted_one_is_used(pair: fleet.Services,
+                                                                          codec: TextCodec) -> None:
     text = prompt(codec, COPY[0].replace("exactly", "exactly three times"))
     plain = await ask(pair.clients[0], text, Sampling(), 96, False)
     killed = asyncio.Event()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from bench.report import number
-from bench.traffic.real import recorder_of, schedules, second
+from bench.traffic.real import compare_schedules, recorder_of, second_device
 from slipstream.base.config import DraftSection, GrowthSection, ModelSection
 from slipstream.drafting import create
 from slipstream.drafting.records import Place, Record, place_of
@@ -56,9 +56,9 @@ def test_plain_decoding_says_the_text_and_drafts_follow_the_head() -> None:
 
 def test_tables_compare_with_one_device() -> None:
     workload = ReplayedWorkload(RecordedText([written()]))
-    row = schedules(workload, 5.0, 1.0, 1.0)
+    row = compare_schedules(workload, 5.0, 1.0, 1.0)
     assert row["bound"] == 1.25 and row["outcomes_by_together"] == number(row, "outcomes") / number(row, "together")
-    beside = second(workload, 5.0, 2, 1.0)
+    beside = second_device(workload, 5.0, 2, 1.0)
     assert beside["replicas"] == 3 * number(beside, "together")
     assert beside["serial_by_device"] == pytest.approx(number(beside, "serial") / 3 / number(beside, "together"))
     assert beside["serial_by_money"] == pytest.approx(number(beside, "serial") / 2.25 / number(beside, "together"))

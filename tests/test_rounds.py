@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from bench.fleet import Process
-from bench.host.rounds import threads_s, way
+from bench.host.rounds import round_parts, threads_s
 from slipstream.observe import trace as trace_of
 from slipstream.observe.trace import Trace
 from slipstream.simulate.timed import Timing
@@ -30,7 +30,7 @@ def test_the_way_of_a_round_is_read_off_two_traces(tmp_path: Path, monkeypatch: 
         at_s += 0.046
     for trace in (target, draft):
         trace.write()
-    found = dict(way(tmp_path / "target", tmp_path / "draft", timing))
+    found = dict(round_parts(tmp_path / "target", tmp_path / "draft", timing))
     assert list(found.values()) == pytest.approx([1000, 2000, 3000, 4000, 5000, 6000], abs=2)
 
 

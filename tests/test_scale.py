@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bench.traffic.scale import Cost, deployed, fit, measure
+from bench.traffic.scale import Cost, fit, measure, timed_services
 from slipstream.simulate.timed import Timing
 
 PLANTED = {"target": Cost(800.0, 150.0), "draft": Cost(500.0, 90.0), "client": Cost(0.0, 70.0)}
@@ -33,7 +33,7 @@ def test_the_fit_finds_what_was_planted() -> None:
 @pytest.mark.long
 async def test_two_targets_with_two_drafts_answer_four_streams(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bench.timed.LOGS", tmp_path)
-    async with deployed(TIMING, 2, 2) as rig:
+    async with timed_services(TIMING, 2, 2) as rig:
         row = await measure(rig, 4, 1.0, TIMING)
     assert row["tokens_per_s"] > 0
     assert row["target_us_a_round"] > 0

@@ -18,7 +18,7 @@ import httpx
 import pytest
 from structlog.testing import capture_logs
 
-from bench.fleet import free_port, joined
+from bench.fleet import free_port, wait_for_drafts
 from draft_service.__main__ import serve as serve_draft
 from router_service.__main__ import serve as serve_router
 from router_service.tenants import ANYONE
@@ -133,7 +133,7 @@ async def test_a_request_is_followed_to_its_drafts(tiny_folder: Path, tiny_draft
     body = {"model": "tiny", "prompt": "the cat sat on the mat. the cat sat", "max_tokens": 40, "ignore_eos": True}
     async with (serving(serve_draft, config), serving(serve_target, config), serving(serve_router, config),
                 aclosing(TargetClient(f"127.0.0.1:{target}")) as asked, httpx.AsyncClient(timeout=60) as client):
-        await joined(asked, tmp_path)
+        await wait_for_drafts(asked, tmp_path)
         await until_ready(client, http)
         for headers in ({"traceparent": UNFOLLOWED}, {"traceparent": SHOWN}):
             answer = await client.post(f"http://127.0.0.1:{http}/v1/completions", json=body, headers=headers)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from bench.delayed import exact_loop, relay
-from bench.timed import read, written
-from bench.traffic.fallback import tell
+from bench.timed import timing_from_json, timing_to_json
+from bench.traffic.fallback import run_story
 from slipstream.base.config import Config, load
 from slipstream.base.errors import ConfigError
 from slipstream.protocol.messages import Commit, Open
@@ -56,7 +56,7 @@ def test_a_step_is_flat_and_then_grows_with_its_rows() -> None:
 
 
 def test_timings_travel_as_an_argument() -> None:
-    assert read(written(QUICK)) == QUICK
+    assert timing_from_json(timing_to_json(QUICK)) == QUICK
     with pytest.raises(ConfigError, match="acceptance"):
         Timing(acceptance=(0.9, 0.2))
 
@@ -142,7 +142,7 @@ async def test_a_drafter_that_turns_bad_and_recovers_changes_no_answer(tmp_path:
     that in simulated time (``test_simulation``, ``test_policy``)."""
     monkeypatch.setattr("bench.timed.LOGS", tmp_path)
     said: list[str] = []
-    story, plain, speculated = await tell(said.append, 180)
+    story, plain, speculated = await run_story(said.append, 180)
     assert speculated.tokens == plain.tokens
     assert 0.0 < story.bad_from_s < story.good_from_s < float("inf"), said
     assert speculated.accepted > 10 and story.changes[0][1] == "speculate", story.changes

@@ -26,7 +26,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from bench.fleet import Process, free_port, running, service
-from bench.timed import deployed
+from bench.timed import timed_services
 from slipstream.models.folder import load_tokenizer, resolve
 from slipstream.simulate.timed import STREAMS, SYMBOLS, VOCAB, Timing
 from slipstream.wire.client import AsyncClient
@@ -91,7 +91,7 @@ async def soaked(count: int, told: Callable[[str], None]) -> tuple[dict[str, lis
     """What each process held after each part, and how many requests had been made by then."""
     random, folder = Random(1), Path(tempfile.mkdtemp(prefix="soak-"))
     async with AsyncExitStack() as stack:
-        timed = await stack.enter_async_context(deployed(TIMING, settings=("log.level=warning",)))
+        timed = await stack.enter_async_context(timed_services(TIMING, settings=("log.level=warning",)))
         grpc = free_port()
         router = service("router", "soak-router", folder, (f"router.grpc_listen=127.0.0.1:{grpc}", "log.level=error",
                                                            f"router.targets=['{timed.targets[0].address}']"))

@@ -20,7 +20,7 @@ from pathlib import Path
 from bench.gpu.piece import Died, Piece, found_by, prepare
 from bench.gpu.stage import Finding, Given
 from bench.gpu.stages import PIECES, STAGES
-from bench.report import Row, complained, save, write
+from bench.report import Row, exit_on_error, save, write
 from slipstream.engine.model import device_of
 from slipstream.models.folder import KNOWN
 from slipstream.models.folder import prepare as prepare_model
@@ -73,7 +73,7 @@ def _row(stage: str, found: Finding) -> Row:
     return {"stage": stage, "what": found.what, "value": value, "unit": found.unit, "expected": found.expected}
 
 
-@complained()
+@exit_on_error()
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)

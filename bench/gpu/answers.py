@@ -19,7 +19,7 @@ from time import perf_counter
 
 import numpy as np
 
-from bench.asking import SETS, read
+from bench.asking import SETS, read_questions
 from bench.gpu.shapes import SMALL, TINY, write_folder
 from bench.gpu.stage import Finding, Given, free, untried
 from router_service.text.tokens import TextCodec
@@ -50,7 +50,7 @@ def real(folder: Path) -> Asked:
     codec, head = TextCodec(folder), head_for(str(folder))
     drafters = {"ngram": {"drafter": "ngram"}} | (
         {"head": {"drafter": "eagle3", "model": head.name}} if head is not None else {})
-    prompts = [codec.chat([{"role": "user", "content": text}]) for text in read(SETS, "copy", 6)]
+    prompts = [codec.chat([{"role": "user", "content": text}]) for text in read_questions(SETS, "copy", 6)]
     return Asked(folder, prompts, drafters, 128)
 
 

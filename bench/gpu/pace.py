@@ -39,7 +39,7 @@ from bench.gpu.stage import (
     seconds,
     untried,
 )
-from bench.inputs import SAMPLINGS, chains, choice_rows, places_of, zipf_logits
+from bench.inputs import SAMPLINGS, answer_slots, chains, choice_rows, zipf_logits
 from slipstream.base.config import GrowthSection
 from slipstream.choosing.sampling import choose
 from slipstream.drafting.graph import GraphBackend, spare_slots
@@ -76,7 +76,7 @@ def stepper(model: CausalModel, slots: int) -> Callable[[int, int, int], Part]:
         hidden, _ = model.forward(chains(places, rows).build(model.device), pool)
         return model.logits(hidden).argmax(-1).tolist()
 
-    return lambda answers, rows, context: partial(run, places_of(answers, rows, context), rows)
+    return lambda answers, rows, context: partial(run, answer_slots(answers, rows, context), rows)
 
 
 def graphed(given: Given, in_8_bits: bool = False) -> GraphedDecoder:
@@ -112,7 +112,7 @@ def steps_of(model: CausalModel, given: Given, expected: str = ">= 0.80", layer_
              spare_slots: int = 0) -> Iterator[Finding]:
     """Plain steps, trees by plain steps, and steps of several sessions. ``layer_itemsize``: see ``read_bytes``."""
     deep, rate = DEEP if given.full else 32, copy_rate(given)
-    step = stepper(model, int(max(places_of(max(SESSIONS), 1, deep).max(), LONG)) + 1 + spare_slots)
+    step = stepper(model, int(max(answer_slots(max(SESSIONS), 1, deep).max(), LONG)) + 1 + spare_slots)
     for context in given.few((CONTEXT, LONG)):
         roof_s, what = read_bytes(model.config, 2, context, layer_itemsize) / rate, f"1 row behind {context}"
         taken_s = seconds(step(1, 1, context), given.device, given.repeats)

@@ -21,7 +21,7 @@ import torch
 from bench.clock import Part, timed
 from bench.gpu.pace import graphed, work
 from bench.gpu.stage import MOST_KERNELS, Finding, Given, pool_for, seconds
-from bench.inputs import chains, places_of
+from bench.inputs import answer_slots, chains
 from slipstream.engine.attention import plan_pages
 from slipstream.engine.batch import ForwardBatch
 
@@ -32,7 +32,7 @@ WAITED = "called a synchronizing"  # as torch warns; that the mode is new is a w
 def profile_stage(given: Given) -> Iterator[Finding]:
     """``given.shape``: how many sessions make a plain step."""
     count, context = int(given.shape), CONTEXT if given.full else 32
-    model, places = graphed(given), places_of(count, 1, context)
+    model, places = graphed(given), answer_slots(count, 1, context)
     pool = pool_for(model, int(places.max()) + 1 + model.spare_slots)
 
     def build(_: object) -> ForwardBatch:

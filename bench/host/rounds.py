@@ -25,8 +25,8 @@ from typing import Any
 import psutil
 
 from bench.fleet import LOGS, Process
-from bench.report import Row, finished, write
-from bench.timed import deployed, streaming
+from bench.report import Row, run_or_exit, write
+from bench.timed import streaming, timed_services
 from slipstream.simulate.timed import Timing
 
 STREAMS = (1, 8, 64)
@@ -49,7 +49,7 @@ def events(path: Path) -> dict[tuple[str, str], list[Event]]:
     return {key: sorted(of_one, key=lambda event: event.get("ts", 0.0)) for key, of_one in found.items()}
 
 
-def way(target: Path, draft: Path, timing: Timing) -> Iterator[tuple[str, float]]:
+def round_parts(target: Path, draft: Path, timing: Timing) -> Iterator[tuple[str, float]]:
     """The pieces of a round, in microseconds, in the order in which they come."""
     one, other = events(target), events(draft)
     steps, trees = one["X", "verify"], other["X", "tree"]
@@ -75,14 +75,14 @@ def way(target: Path, draft: Path, timing: Timing) -> Iterator[tuple[str, float]
 async def measured(streams: int, seconds: float, timing: Timing) -> dict[str, float]:
     """Microseconds by what takes them, of a round of so many streams."""
     traces = {name: LOGS / f"rounds-{name}.json" for name in ("target", "draft")}
-    async with deployed(timing, settings=("target.policy.always=true",), traces=traces) as rig:
+    async with timed_services(timing, settings=("target.policy.always=true",), traces=traces) as rig:
         parts = {"target": rig.targets[0], "draft": rig.drafts[0]}
         async with streaming(rig, streams) as readers:
             before, began_s = {name: threads_s(process) for name, process in parts.items()}, time.perf_counter()
             await asyncio.sleep(seconds)
             took = {name: threads_s(process) for name, process in parts.items()}
         rounds = statistics.median(sum(at_s >= began_s for at_s, _ in reader.pieces) for reader in readers)
-    found = {f"way: {name}": took_us for name, took_us in way(traces["target"], traces["draft"], timing)}
+    found = {f"way: {name}": took_us for name, took_us in round_parts(traces["target"], traces["draft"], timing)}
     for part, threads in took.items():
         found |= {f"core: {part}, {name}": 1e6 * (now - before[part][name]) / max(1, rounds)
                   for name, now in threads.items()}
@@ -93,7 +93,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=5.0, help="of each number of streams")
     seconds, timing = parser.parse_args().seconds, Timing()
-    found = {streams: finished(measured(streams, seconds, timing)) for streams in STREAMS}
+    found = {streams: run_or_exit(measured(streams, seconds, timing)) for streams in STREAMS}
     rows: list[Row] = [{"part": name, **{f"{streams}_streams": took[name] for streams, took in found.items()}}
                        for name in found[STREAMS[0]]]
     write("rounds", rows, "a round of so many streams on timed devices, microseconds")

@@ -19,9 +19,9 @@ import torch
 from numpy.typing import NDArray
 from rich.progress import track
 
-from bench.clock import Memory, Part, rate, timed
+from bench.clock import Memory, Part, gb_per_s, timed
 from bench.gpu.shapes import read_bytes
-from bench.inputs import FIRST, chains, choice_rows, places_of
+from bench.inputs import FIRST, answer_slots, chains, choice_rows
 from bench.report import Row, write
 from slipstream.base.config import ModelSection
 from slipstream.choosing.sampling import GREEDY, Draws, choose
@@ -39,7 +39,7 @@ from slipstream.protocol.requests import Sampling
 PLAIN = (1, 1, 256)
 STEPS = (*((1, rows, 256) for rows in (1, 2, 4, 8, 16, 32, 64)), (4, 1, 256), (16, 1, 256),
          *((answers, 1, 1024) for answers in (1, 4, 16)))
-SLOTS = 1 + max(int(places_of(*cell).max()) for cell in STEPS)
+SLOTS = 1 + max(int(answer_slots(*cell).max()) for cell in STEPS)
 
 
 def step(runner: ModelRunner, places: NDArray[np.int64], rows: int, heat: float = 0.0) -> list[int]:
@@ -66,7 +66,7 @@ def products_and_head(runner: ModelRunner) -> tuple[Part, Part]:
     """The products of all layers, and the head, of a plain step."""
     model = runner.model
     if isinstance(model, NativeDecoder):
-        batch, state = chains(places_of(*PLAIN), 1).build(), torch.randn(1, model.config.hidden_size).to(model.dtype)
+        batch, state = chains(answer_slots(*PLAIN), 1).build(), torch.randn(1, model.config.hidden_size).to(model.dtype)
         return partial(model.prepared(1, Taps(())).program.only(PRODUCT).run, model.frame(batch, runner.pool)), partial(
             model.logits, state)
     assert isinstance(model, Decoder)
@@ -90,16 +90,16 @@ def run(threads: list[int], kinds: list[str], repeats: int) -> tuple[list[Row], 
         parts: dict[tuple[object, ...], Part] = {("sum",): memory.read}
         for kind, runner in runners.items():
             for cell in STEPS:
-                parts[kind, cell] = partial(step, runner, places_of(*cell), cell[1])
-                parts[kind, cell, "drawn"] = partial(step, runner, places_of(*cell), cell[1], 1.0)
+                parts[kind, cell] = partial(step, runner, answer_slots(*cell), cell[1])
+                parts[kind, cell, "drawn"] = partial(step, runner, answer_slots(*cell), cell[1], 1.0)
         for kind, runner in runners.items():
-            parts |= {(kind, cell, "attention"): attention(runner, chains(places_of(*cell), cell[1]).build())
+            parts |= {(kind, cell, "attention"): attention(runner, chains(answer_slots(*cell), cell[1]).build())
                       for cell in STEPS}
             parts[kind, "products"], parts[kind, "head"] = products_and_head(runner)
         with torch.inference_mode():
             took = timed(parts, repeats)
         ms = {part: 1e3 * statistics.median(times) for part, times in took.items()}
-        gb_s = rate(min(took["sum",]))
+        gb_s = gb_per_s(min(took["sum",]))
         for kind, runner in runners.items():
             of: Row = {"kernels": kind, "threads": count}
             steps += [{**of, "answers": cell[0], "rows": cell[1], "context": cell[2], "ms": ms[kind, cell],

@@ -36,11 +36,11 @@ from typing import Any
 
 from rich.progress import track
 
-from bench.asking import SETS, own, read
+from bench.asking import SETS, builtin_questions, read_questions
 from bench.clock import Memory
-from bench.completions import Answered
+from bench.completions import TimedCompletion
 from bench.peers.systems import GREEDY, System, Transformers, in_bfloat16, llama_server, llamacpp, slipstream, vllm
-from bench.report import FOLDER, Row, finished, save, write
+from bench.report import FOLDER, Row, run_or_exit, save, write
 from router_service.text.tokens import TextCodec
 from slipstream.base.config import ModelSection
 from slipstream.base.errors import ConfigError, SlipstreamError
@@ -54,16 +54,16 @@ NAMES = ("slipstream-plain", "slipstream-alone", "slipstream-ngram", "slipstream
          "slipstream-colocated", "transformers-plain", "transformers-lookup", "transformers-assisted", "llamacpp-plain",
          "llamacpp-speculative", "vllm-plain")
 OURS = tuple(name for name in NAMES if name.startswith("slipstream-"))
-TOGETHER = ("slipstream-plain", "slipstream-alone", "slipstream-default")
+BATCH_SYSTEMS = ("slipstream-plain", "slipstream-alone", "slipstream-default")
 PAIR = ("slipstream-plain", "slipstream-default")
 SAMPLED: Mapping[str, Mapping[str, Any]] = {
     "mt_bench, T = 1": {"temperature": 1.0, "seed": 7},
     "mt_bench, T = 0.7, top-p 0.9": {"temperature": 0.7, "top_p": 0.9, "seed": 7}}
-BOUND: Mapping[str, Mapping[str, Any]] = {name: {"structured_outputs": {"json": json.loads(
+WITH_SCHEMA: Mapping[str, Mapping[str, Any]] = {name: {"structured_outputs": {"json": json.loads(
     (SETS / f"{name}.schema.json").read_text())}} for name in ("extraction", "record")}
-NOTHING = Answered(0, 0.0, 1.0)
+NO_ANSWER = TimedCompletion(0, 0.0, 1.0)
 Sets = dict[str, list[list[int]]]  # prompts as tokens
-Results = dict[tuple[str, int, str], list[Answered]]  # (system, batch, set)
+Results = dict[tuple[str, int, str], list[TimedCompletion]]  # (system, batch, set)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ GOALS = (
 )
 
 
-def speed(answer: Answered, batch: int) -> float:
+def speed(answer: TimedCompletion, batch: int) -> float:
     """Tokens a second: of decoding, and of a whole batch from the first request to the last token."""
     return answer.tokens_per_s if batch == 1 else answer.end_to_end
 
@@ -148,48 +148,50 @@ async def started(names: Sequence[str], arguments: argparse.Namespace, stack: As
     return up
 
 
-async def answer_of(system: System, prompt: Sequence[int], max_tokens: int,
-                    how: Mapping[str, Any] = GREEDY) -> Answered:
+async def ask_or_nothing(system: System, prompt: Sequence[int], max_tokens: int,
+                         how: Mapping[str, Any] = GREEDY) -> TimedCompletion:
     """What ``system`` answers; nothing when it fails, so that the others go on and questions stay paired."""
     try:
         return await system.ask(prompt, max_tokens, how)
     except SlipstreamError as error:
         print(f"{system.name}: no answer: {error}", file=sys.stderr)
-        return NOTHING
+        return NO_ANSWER
 
 
-async def together(system: System, turn: Turn, max_tokens: int) -> Answered:
+async def ask_batch(system: System, turn: Turn, max_tokens: int) -> TimedCompletion:
     """All prompts of a turn as one answer; nothing when one of them fails, as what is left is less work."""
     began_s = asyncio.get_running_loop().time()
-    left, all_ = list(zip(turn.prompts, turn.how or [GREEDY] * len(turn.prompts), strict=True))[::-1], list[Answered]()
+    left = list(zip(turn.prompts, turn.how or [GREEDY] * len(turn.prompts), strict=True))[::-1]
+    all_ = list[TimedCompletion]()
 
     async def stream() -> None:
         while left:
             prompt, how = left.pop()
-            all_.append(await answer_of(system, prompt, max_tokens, how))
+            all_.append(await ask_or_nothing(system, prompt, max_tokens, how))
 
     await asyncio.gather(*(stream() for _ in range(turn.batch)))
     if len(all_) == 1:
         return all_[0]
     if not all(answer.tokens for answer in all_):
-        return NOTHING
+        return NO_ANSWER
     took_s = asyncio.get_running_loop().time() - began_s
-    return Answered(sum(a.tokens for a in all_), min(a.first_s for a in all_), took_s, sum(a.rounds for a in all_))
+    return TimedCompletion(sum(a.tokens for a in all_), min(a.first_s for a in all_), took_s,
+                           sum(a.rounds for a in all_))
 
 
-async def asked(number: int, turn: Turn, systems: Sequence[System], max_tokens: int, results: Results) -> None:
+async def ask_in_turn(number: int, turn: Turn, systems: Sequence[System], max_tokens: int, results: Results) -> None:
     """One of the turns. Who is first in it changes from one to the next."""
     mine = [system for system in systems if system.name in turn.systems]
     for place in range(len(mine)):
         system = mine[(number + place) % len(mine)]
-        results[system.name, turn.batch, turn.set].append(await together(system, turn, max_tokens))
+        results[system.name, turn.batch, turn.set].append(await ask_batch(system, turn, max_tokens))
 
 
 def one_by_one(sets: Sets) -> Iterator[Turn]:
     """Every question: greedily to every system, those of mt_bench sampled, too, to plain and default, and those that
     are bound to all of Slipstream's."""
     for name, prompts in sets.items():
-        systems, how = (OURS, [BOUND[name]]) if name in BOUND else (NAMES, ())
+        systems, how = (OURS, [WITH_SCHEMA[name]]) if name in WITH_SCHEMA else (NAMES, ())
         yield from (Turn(name, [prompt], systems, how=how) for prompt in prompts)
     for name, sampled in SAMPLED.items():
         yield from (Turn(name, [prompt], PAIR, how=[sampled]) for prompt in sets.get("mt_bench", ()))
@@ -198,12 +200,12 @@ def one_by_one(sets: Sets) -> Iterator[Turn]:
 def in_batches(sets: Sets, runs: int, waves: int) -> Iterator[Turn]:
     """Free questions by so many streams, and a prompt's group of samples."""
     for name, prompts in sets.items():
-        for batch, run in product(BATCHES if name not in BOUND else (), range(runs)):
+        for batch, run in product(BATCHES if name not in WITH_SCHEMA else (), range(runs)):
             count = waves * batch
-            yield Turn(name, [prompts[(run * count + i) % len(prompts)] for i in range(count)], TOGETHER, batch)
+            yield Turn(name, [prompts[(run * count + i) % len(prompts)] for i in range(count)], BATCH_SYSTEMS, batch)
     seeds = [{"temperature": 1.0, "seed": seed} for seed in range(GROUP)]
     for run in range(runs):
-        yield Turn("group", [sets["copy"][run % len(sets["copy"])]] * GROUP, TOGETHER, GROUP, seeds)
+        yield Turn("group", [sets["copy"][run % len(sets["copy"])]] * GROUP, BATCH_SYSTEMS, GROUP, seeds)
 
 
 def rows_of(results: Results) -> list[Row]:
@@ -213,7 +215,7 @@ def rows_of(results: Results) -> list[Row]:
 
 def row_of(key: tuple[str, int, str], results: Results) -> Row:
     system, batch, set_ = key
-    answers = [answer for answer in results[key] if answer.tokens] or [NOTHING]
+    answers = [answer for answer in results[key] if answer.tokens] or [NO_ANSWER]
     rounds = sum(a.rounds for a in answers)
     return {"system": system, "precision": DTYPE, "batch": batch, "set": set_,
             "tokens_per_s": statistics.median([told for a in answers if (told := speed(a, batch))] or [0.0]),
@@ -227,8 +229,9 @@ def row_of(key: tuple[str, int, str], results: Results) -> Row:
 def questions_of(folder: str | None, sets: Sequence[str]) -> dict[str, list[str]]:
     """By set: those of the folder, or our own chat; and ours. Raises ConfigError."""
     if folder is None:
-        return own() | {name: read(SETS, name, 99) for name in BOUND}
-    return {name: read(folder, name, 99) for name in sets} | {name: read(SETS, name, 99) for name in ("copy", *BOUND)}
+        return builtin_questions() | {name: read_questions(SETS, name, 99) for name in WITH_SCHEMA}
+    own = {name: read_questions(SETS, name, 99) for name in ("copy", *WITH_SCHEMA)}
+    return {name: read_questions(folder, name, 99) for name in sets} | own
 
 
 async def run(arguments: argparse.Namespace) -> None:
@@ -244,7 +247,7 @@ async def run(arguments: argparse.Namespace) -> None:
     async with AsyncExitStack() as stack:
         systems = await started(arguments.systems, arguments, stack)
         for number, turn in enumerate(track(turns, "asking")):
-            await asked(number, turn, systems, arguments.max_tokens, results)
+            await ask_in_turn(number, turn, systems, arguments.max_tokens, results)
             gb_s.append(reading.gb_s())
             save(name, rows_of(results))
         memory = {system.name: system.memory() for system in systems}
@@ -268,7 +271,7 @@ def main() -> None:
     parser.add_argument("--systems", nargs="*", default=NAMES, choices=NAMES)
     parser.add_argument("--peers", type=Path, help="what `make bench-peers` installed; for systems of llama.cpp")
     parser.add_argument("--vllm", type=Path, help="the environment that `make vllm` made; for vLLM")
-    finished(run(parser.parse_args()))
+    run_or_exit(run(parser.parse_args()))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """transformers' ``generate`` as a process, a peer of ``make bench``: ``python -m bench.peers.generating FOLDER KIND …``
 
 A line in is a JSON object with ``prompt`` (token ids) and ``max_tokens``; a line out is one with ``tokens`` (how many),
-``first`` (how many of them came first, in one go), ``first_s`` and ``total_s``. The first line out is {"ready": true}.
+``num_first`` (how many of them arrived first, together), ``first_s`` and ``total_s``. The first line out is
+{"ready": true}.
 KIND: plain, lookup (prompt lookup of 10 tokens, as its documentation has it) or assisted (the model assists itself, as
 no smaller one with its vocabulary is at hand).
 
@@ -29,22 +30,22 @@ class Clock:
     def __init__(self) -> None:
         self.began_s = time.perf_counter()
         self.first_s = self.last_s = 0.0
-        self.first = -1  # the first call brings the prompt
+        self.num_first = -1  # the first call brings the prompt
 
     def put(self, tokens: torch.Tensor) -> None:
-        if self.first < 0:
-            self.first = 0
+        if self.num_first < 0:
+            self.num_first = 0
             return
         self.last_s = time.perf_counter() - self.began_s
         self.first_s = self.first_s or self.last_s
-        self.first = self.first or tokens.numel()
+        self.num_first = self.num_first or tokens.numel()
 
     def end(self) -> None:
         """Nothing is left to do."""
 
-    def said(self, tokens: int) -> dict[str, Any]:
+    def result(self, tokens: int) -> dict[str, Any]:
         """The line out of an answer of so many tokens."""
-        return {"tokens": tokens, "first": self.first, "first_s": self.first_s, "total_s": self.last_s}
+        return {"tokens": tokens, "num_first": self.num_first, "first_s": self.first_s, "total_s": self.last_s}
 
 
 def main() -> None:
@@ -73,7 +74,7 @@ def main() -> None:
         with torch.inference_mode():
             made = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, streamer=clock,
                                   max_new_tokens=asked["max_tokens"], **extra)
-        print(json.dumps(clock.said(made.shape[1] - prompt.shape[1])), flush=True)
+        print(json.dumps(clock.result(made.shape[1] - prompt.shape[1])), flush=True)
 
 
 if __name__ == "__main__":

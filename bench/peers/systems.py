@@ -24,8 +24,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from bench.completions import Answered, Server
-from bench.fleet import Process, free_port, joined, resident, service
+from bench.completions import Server, TimedCompletion
+from bench.fleet import Process, free_port, resident_mib, service, wait_for_drafts
 from slipstream.base.errors import ConfigError, Unavailable
 from slipstream.wire.target import TargetClient
 
@@ -67,15 +67,16 @@ class Serving:
         if "draft" in self.processes:
             target = self.processes["target"]
             async with aclosing(TargetClient(target.address)) as client:
-                await joined(client, target.log)
+                await wait_for_drafts(client, target.log)
 
-    async def ask(self, prompt: Sequence[int], max_tokens: int, how: Mapping[str, Any] = GREEDY) -> Answered:
+    async def ask(self, prompt: Sequence[int], max_tokens: int, how: Mapping[str, Any] = GREEDY) -> TimedCompletion:
         """how: fields of one of Slipstream's requests."""
         return await self.server.ask(list(prompt), max_tokens, how)
 
     def memory(self) -> dict[str, float]:
         """MiB resident, of each process."""
-        return {part: resident(one.pid, children=not one.module) for part, one in self.processes.items()}
+        return {part: resident_mib(process.pid, children=not process.module)
+                for part, process in self.processes.items()}
 
     async def stop(self) -> None:
         for process in reversed(self.processes.values()):
@@ -150,10 +151,10 @@ class Transformers:
                 limit=PIPE_LIMIT)
         await self._line()
 
-    async def ask(self, prompt: Sequence[int], max_tokens: int, how: Mapping[str, Any] = GREEDY) -> Answered:
+    async def ask(self, prompt: Sequence[int], max_tokens: int, how: Mapping[str, Any] = GREEDY) -> TimedCompletion:
         assert self.process is not None and self.process.stdin is not None
         self.process.stdin.write(json.dumps({"prompt": list(prompt), "max_tokens": max_tokens}).encode() + b"\n")
-        return Answered(**await self._line())
+        return TimedCompletion(**await self._line())
 
     async def _line(self) -> dict[str, Any]:
         assert self.process is not None and self.process.stdout is not None
@@ -168,7 +169,7 @@ class Transformers:
         return content
 
     def memory(self) -> dict[str, float]:
-        return {"generate": resident(self.process.pid)} if self.process is not None else {}
+        return {"generate": resident_mib(self.process.pid)} if self.process is not None else {}
 
     async def stop(self) -> None:
         if self.process is not None and self.process.returncode is None:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 from rich.console import Console
 
-from bench.asking import Measured, ask
-from bench.timed import deployed, text
+from bench.asking import TimedAnswer, ask
+from bench.timed import stream_prompt, timed_services
 from slipstream.protocol.requests import Piece, Sampling
 from slipstream.simulate.timed import Timing
 
@@ -34,20 +34,20 @@ class Story:
     first_s: float = 0.0
     tokens: int = 0
     second: int = 0
-    in_second: int = 0  # tokens, and how many of them came from drafts
+    tokens_in_second: int = 0  # tokens, and how many of them came from drafts
     accepted: int = 0
 
-    def heard(self, piece: Piece) -> None:
+    def on_piece(self, piece: Piece) -> None:
         self.first_s = self.first_s or time.perf_counter()
         at_s = time.perf_counter() - self.first_s
         if not self.changes or self.changes[-1][1] != piece.state:
             self.changes.append((at_s, piece.state))
             self.say(f"{at_s:6.1f} s  [bold]{piece.state}[/bold]")
         if int(at_s) > self.second:
-            self.say(f"{at_s:6.1f} s  {self.in_second:4d} tokens a second, {self.accepted} of them from drafts")
-            self.second, self.in_second, self.accepted = int(at_s), 0, 0
+            self.say(f"{at_s:6.1f} s  {self.tokens_in_second:4d} tokens a second, {self.accepted} of them from drafts")
+            self.second, self.tokens_in_second, self.accepted = int(at_s), 0, 0
         before, self.tokens = self.tokens, self.tokens + len(piece.tokens)
-        self.in_second += len(piece.tokens)
+        self.tokens_in_second += len(piece.tokens)
         self.accepted += piece.accepted
         if before < self.third <= self.tokens:
             self.bad_from_s = at_s
@@ -62,19 +62,19 @@ class Story:
                      if (state == "speculate") is speculating and at_s >= since_s), None)
 
 
-async def tell(say: Callable[[str], None], tokens: int = TOKENS) -> tuple[Story, Measured, Measured]:
+async def run_story(say: Callable[[str], None], tokens: int = TOKENS) -> tuple[Story, TimedAnswer, TimedAnswer]:
     """Let it happen. Returns the answer without speculation, too, and that with it."""
-    prompt, story = list(text(1)), Story(say, tokens // 3)
+    prompt, story = list(stream_prompt(1)), Story(say, tokens // 3)
     timing = Timing(wrong=(len(prompt) + tokens // 3, len(prompt) + 2 * tokens // 3))
-    async with deployed(timing) as rig:
+    async with timed_services(timing) as rig:
         say("the answer without speculation, to compare …")
         plain = await ask(rig.clients[0], prompt, Sampling(), tokens, False)
-        return story, plain, await ask(rig.clients[0], prompt, Sampling(), tokens, True, on_piece=story.heard)
+        return story, plain, await ask(rig.clients[0], prompt, Sampling(), tokens, True, on_piece=story.on_piece)
 
 
 def main() -> None:
     console = Console(highlight=False)
-    story, plain, speculated = asyncio.run(tell(console.print))
+    story, plain, speculated = asyncio.run(run_story(console.print))
     left, back = story.after_s(story.bad_from_s, False), story.after_s(story.good_from_s, True)
     console.print(f"left speculation {left:.1f} s after the drafter turned bad" if left is not None else
                   "[red]never left speculation[/red]")

@@ -21,9 +21,9 @@ from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass, replace
 
-from bench.fleet import Served
-from bench.report import Row, complained, finished, number, save, write
-from bench.timed import Reader, deployed
+from bench.fleet import Services
+from bench.report import Row, exit_on_error, number, run_or_exit, save, write
+from bench.timed import Reader, timed_services
 from bench.traffic import real
 from slipstream.observe.vitals import background_tasks
 from slipstream.simulate.simulation import RUN_AHEAD, SCHEDULES
@@ -48,11 +48,12 @@ class Cell:
         Every schedule answers the same text, so it meets the same luck."""
         return 20 if self.schedule == "plain" else 150, max(400, 800 // self.batch)
 
-    def deployed(self) -> AbstractAsyncContextManager[Served]:
+    def services(self) -> AbstractAsyncContextManager[Services]:
         """Its processes, which do not depend on the batch."""
         drafts, role = {"plain": (0, "target"), "colocated": (0, "colocated")}.get(self.schedule, (1, "target"))
-        return deployed(Timing(draft_s=self.draft_ms / 1e3), drafts=drafts, rtt_ms=self.rtt_ms, role=role, settings=(
-            f"draft.run_ahead={RUN_AHEAD.get(self.schedule, 0)}",))
+        settings = (f"draft.run_ahead={RUN_AHEAD.get(self.schedule, 0)}",)
+        return timed_services(Timing(draft_s=self.draft_ms / 1e3), drafts=drafts, rtt_ms=self.rtt_ms, role=role,
+                              settings=settings)
 
 
 def cells_of(schedules: Sequence[str], rtts_ms: Sequence[float], drafts_ms: Sequence[float],
@@ -70,7 +71,7 @@ SOME = cells_of(MEASURED, (0.0, 1.0, 5.0), (5.0,), (1, 8))
 ALL = cells_of(MEASURED, (0.0, 0.1, 1.0, 5.0, 20.0), (2.0, 5.0, 10.0), (1, 2, 8, 32))
 
 
-async def measure(rig: Served, cell: Cell, seconds: float) -> Row:
+async def measure(rig: Services, cell: Cell, seconds: float) -> Row:
     """Answer ``batch`` streams side by side, for ``seconds`` at most."""
     begin, count = cell.tokens
     readers = [Reader(number, begin, begin + count) for number in range(cell.batch)]
@@ -79,7 +80,7 @@ async def measure(rig: Served, cell: Cell, seconds: float) -> Row:
         while not all(reader.ended for reader in readers) and time.perf_counter() < began_s + seconds:
             await asyncio.sleep(0.01)
     pieces = [piece for reader in readers for piece in reader.counted]
-    rounds, hits = max(1, len(pieces)), [ms for reader in readers for ms in reader.hits_ms]
+    rounds, hits = max(1, len(pieces)), [ms for reader in readers for ms in reader.hit_rounds_ms]
     return {**asdict(cell), "tokens_per_s": sum(reader.tokens_per_s for reader in readers),
             "hit_rate": len(hits) / rounds, "hit_round_ms": sum(hits) / max(1, len(hits)),
             "acceptance_length": sum(len(piece.tokens) for piece in pieces) / rounds,
@@ -94,7 +95,7 @@ async def swept(cells: Sequence[Cell], seconds: float) -> list[Row]:
     rows: list[Row] = []
     for _, group in itertools.groupby(cells, lambda cell: replace(cell, batch=0)):
         alike = list(group)
-        async with alike[0].deployed() as rig:
+        async with alike[0].services() as rig:
             for cell in alike:
                 rows.append(await measure(rig, cell, seconds))
                 save("network", rows)
@@ -126,7 +127,7 @@ def verdicts(rows: Sequence[Row]) -> list[str]:
                 ("max(verify, draft) by a round whose tree was there, batch 1", 0.91, overlap))]
 
 
-@complained()
+@exit_on_error()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true", help="RTT 0 to 20 ms, trees of 2 to 10 ms, batch 1 to 32")
@@ -142,7 +143,7 @@ def main() -> None:
             parser.error("--real: give PROMPTS=folder of question sets")
         real.run(given.prompts, given.count, given.tokens)
         return
-    rows = finished(swept(ALL if given.full else SOME, given.seconds))
+    rows = run_or_exit(swept(ALL if given.full else SOME, given.seconds))
     write("network", rows, f"bench-network: timed devices, a target step takes {1e3 * Timing().step_s:g} ms")
     print("\n".join(verdicts(rows)))
 

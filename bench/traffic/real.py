@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from rich.progress import track
 
-from bench.asking import read
+from bench.asking import read_questions
 from bench.report import Row, write
 from router_service.text.tokens import TextCodec
 from slipstream.base.config import DraftSection, Dtype, LogSection, ModelSection
@@ -60,7 +60,7 @@ def recorded(prompts: str, count: int, tokens: int) -> list[Record]:
     assert known is not None
     codec = TextCodec(resolve(target))
     asked = [codec.chat([{"role": "user", "content": question}])[-PROMPT:]
-             for name in SETS for question in read(prompts, name, count)]
+             for name in SETS for question in read_questions(prompts, name, count)]
     recorder, records = recorder_of(resolve(target), packaged_head(known), tokens), list[Record]()
     for first in track(range(0, len(asked), TOGETHER), "answers and trees"):
         records += recorder(asked[first : first + TOGETHER])
@@ -71,7 +71,7 @@ def timing_of(draft_ms: float) -> Timing:
     return Timing(STEP_MS / 1e3, draft_knee_rows=KNEE_ROWS, draft_s=draft_ms / 1e3, levels=LEVELS, width=CHILDREN)
 
 
-def schedules(workload: ReplayedWorkload, draft_ms: float, rtt_ms: float, seconds: float) -> Row:
+def compare_schedules(workload: ReplayedWorkload, draft_ms: float, rtt_ms: float, seconds: float) -> Row:
     """One row of the sweep."""
     timing = timing_of(draft_ms)
     deployment = Deployment(timing, rtt_s=rtt_ms / 1e3, workload=workload)
@@ -86,7 +86,7 @@ def schedules(workload: ReplayedWorkload, draft_ms: float, rtt_ms: float, second
             "bound": (STEP_MS + draft_ms) / STEP_MS}
 
 
-def second(workload: ReplayedWorkload, draft_ms: float, targets: int, seconds: float) -> Row:
+def second_device(workload: ReplayedWorkload, draft_ms: float, targets: int, seconds: float) -> Row:
     """What a second device gives: beside ``targets`` targets, for ``PRICE`` targets' money, at 1 ms. Replicas of a pair
     on one device give as much by device and by money as one of them does."""
     timing = timing_of(draft_ms)
@@ -107,11 +107,11 @@ def run(prompts: str, count: int, tokens: int, seconds: float = SECONDS) -> None
     torch.set_num_threads(1)
     workload = ReplayedWorkload(RecordedText(records))
     cells = [(draft_ms, rtt_ms) for draft_ms in DRAFTS_MS for rtt_ms in ROUND_TRIPS_MS]
-    rows = [schedules(workload, *cell, seconds) for cell in track(cells, "schedules")]
+    rows = [compare_schedules(workload, *cell, seconds) for cell in track(cells, "schedules")]
     write("network-real", rows, f"{ModelSection().path} and its head, {len(records)} questions, "
                                 f"{len(workload.recorded)} tokens, simulated: tokens a second at a step of "
                                 f"{STEP_MS:g} ms")
     pairs = [(draft_ms, targets) for draft_ms in SECOND_MS for targets in TARGETS]
-    rows = [second(workload, *pair, seconds / 2) for pair in track(pairs, "a second device")]
+    rows = [second_device(workload, *pair, seconds / 2) for pair in track(pairs, "a second device")]
     write("second-device", rows, f"one draft for so many targets, 1 ms away, which costs {PRICE:g} of a target; "
                                  "replicas: as many devices, a pair on each")

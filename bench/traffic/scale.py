@@ -22,9 +22,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bench.fleet import Served, cpu_s
-from bench.report import Row, finished, number, write
-from bench.timed import deployed, streaming
+from bench.fleet import Services, cpu_s
+from bench.report import Row, number, run_or_exit, write
+from bench.timed import streaming, timed_services
 from slipstream.simulate.timed import Timing
 
 CELLS = ((1, 1, 1), (1, 1, 8), (1, 1, 32), (1, 1, 128), (2, 2, 32), (2, 2, 128), (4, 4, 32), (4, 4, 128), (4, 4, 512))
@@ -32,7 +32,7 @@ PARTS = ("target", "draft", "client")
 SETTINGS = ("target.max_sessions=512", "draft.max_sessions=512")
 
 
-def spent(rig: Served) -> dict[str, float]:
+def spent(rig: Services) -> dict[str, float]:
     """Processor seconds of each part so far."""
     return {"target": sum(cpu_s(p.pid) for p in rig.targets), "draft": sum(cpu_s(p.pid) for p in rig.drafts),
             "client": cpu_s(os.getpid())}
@@ -46,7 +46,7 @@ class Cost:
     stream_us: float
 
 
-async def measure(rig: Served, streams: int, seconds: float, timing: Timing) -> Row:
+async def measure(rig: Services, streams: int, seconds: float, timing: Timing) -> Row:
     """Measure ``streams`` streams for ``seconds``."""
     async with streaming(rig, streams) as readers:
         before, opened_s = spent(rig), time.perf_counter()
@@ -81,7 +81,7 @@ def fit(rows: Sequence[Row]) -> dict[str, Cost]:
 async def sweep(cells: Sequence[tuple[int, int, int]], seconds: float, timing: Timing) -> list[Row]:
     rows: list[Row] = []
     for shape in dict.fromkeys(cell[:2] for cell in cells):
-        async with deployed(timing, *shape, settings=SETTINGS) as rig:
+        async with timed_services(timing, *shape, settings=SETTINGS) as rig:
             for streams in (cell[2] for cell in cells if cell[:2] == shape):
                 rows.append(await measure(rig, streams, seconds, timing))
                 print(f"{shape[0]} × {shape[1]}, {streams} streams: {rows[-1]['tokens_per_s']:.0f} tokens/s",
@@ -92,7 +92,7 @@ async def sweep(cells: Sequence[tuple[int, int, int]], seconds: float, timing: T
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=5.0, help="of each row")
-    rows = finished(sweep(CELLS, parser.parse_args().seconds, Timing()))
+    rows = run_or_exit(sweep(CELLS, parser.parse_args().seconds, Timing()))
     write("scale", rows, f"bench-scale: timed devices, {1e3 * Timing().step_s:g} ms a step")
     for part, cost in fit(rows).items():
         print(f"{part}: {cost.round_us:.0f} µs a round + {cost.stream_us:.0f} µs a stream in it")

@@ -24,9 +24,9 @@ from typing import Any
 
 from rich.progress import track
 
-from bench.asking import SETS, own, read
+from bench.asking import SETS, builtin_questions, read_questions
 from bench.fleet import service
-from bench.report import Row, complained, save, write
+from bench.report import Row, exit_on_error, save, write
 from slipstream.models.folder import resolve
 from tests_vllm.running import Engine
 
@@ -107,11 +107,12 @@ def started(python: Path, dtype: str) -> Iterator[dict[str, Engine]]:
 
 
 def questions(folder: str | None, count: int) -> dict[str, list[str]]:
-    chat = {"mt_bench": read(folder, "mt_bench", count)} if folder else {"chat": own()["chat"][:count]}
-    return chat | {"copy": read(SETS, "copy", count)}
+    chat = {"mt_bench": read_questions(folder, "mt_bench", count)} if folder else {
+        "chat": builtin_questions()["chat"][:count]}
+    return chat | {"copy": read_questions(SETS, "copy", count)}
 
 
-@complained()
+@exit_on_error()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm", type=Path, required=True, help="what `make vllm` installed")

@@ -30,8 +30,8 @@ from slipstream_vllm.adapter_0_32 import rows_of
 from slipstream_vllm.links import Links
 from slipstream_vllm.options import Options
 
-from bench.report import Row, finished, write
-from bench.timed import deployed, text
+from bench.report import Row, run_or_exit, write
+from bench.timed import stream_prompt, timed_services
 from slipstream.base.config import LogSection
 from slipstream.following import following
 from slipstream.following.chains import Chains
@@ -68,7 +68,7 @@ class SleepingRunner:
         self.requests = {name: SimpleNamespace(sampling_params=sampling) for name in names}
         self.law = SyntheticText(self.timing)
         tokens = np.zeros((self.count, self.max_model_len), np.int32)
-        tokens[:, :2] = [text(number) for number in range(self.count)]
+        tokens[:, :2] = [stream_prompt(number) for number in range(self.count)]
         self.input_batch = SimpleNamespace(
             req_ids=names, vocab_size=VOCAB, token_ids_cpu=tokens, num_tokens_no_spec=np.full(self.count, 2, np.int32),
             num_prompt_tokens=np.full(self.count, 2, np.int32))
@@ -149,7 +149,7 @@ class Proposer:
 
 async def measured(count: int, timing: Timing, steps: int) -> Row:
     """Measure one batch size. Raises Unavailable."""
-    async with deployed(timing, targets=0) as rig:
+    async with timed_services(timing, targets=0) as rig:
         options = Options((rig.drafts[0].address,), prompt_lookup=False)
         return await asyncio.to_thread(_steps, count, timing, steps, options)
 
@@ -185,7 +185,7 @@ def main() -> None:
     arguments = parser.parse_args()
     configure(LogSection(level="warning"))
     timing = Timing(step_s=arguments.step_ms / 1e3, draft_s=arguments.draft_ms / 1e3)
-    finished(run(arguments.steps, timing))
+    run_or_exit(run(arguments.steps, timing))
 
 
 if __name__ == "__main__":
