@@ -140,9 +140,9 @@ def processor() -> set[str]:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return set()
-    said = set(" ".join(next((line.partition(":")[2] for line in lines if line.startswith(name)), "")
-                        for name in ("vendor_id", "flags")).split())
-    return said if "amx_tile" in said and _tiles_granted() else said - {"amx_tile"}
+    features = set(" ".join(next((line.partition(":")[2] for line in lines if line.startswith(name)), "")
+                            for name in ("vendor_id", "flags")).split())
+    return features if "amx_tile" in features and _tiles_granted() else features - {"amx_tile"}
 
 
 def _tiles_granted() -> bool:

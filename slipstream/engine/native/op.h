@@ -54,15 +54,15 @@ struct Frame {  // `program.Frame` is the same: the inputs of one forward
     // [T] into kv_slots: the first entry that a row sees, how many from there on it sees without gaps, and the entry of its
     // word's lowest bit
     const int64_t *prefix_begin, *prefix_len, *tree_begin;
-    const uint64_t* words;    // [T] bit j: the row sees kv_slots[tree_begin + j]
-    bf16* kv;                 // [L, S, 2, G, D]
-    int64_t layer_stride;     // elements
-    const int64_t* tokens;    // [T] for EMBED
-    const bf16* states;       // [T, W] for WIDEN
+    const uint64_t* words;     // [T] bit j: the row sees kv_slots[tree_begin + j]
+    bf16* kv;                  // [L, S, 2, G, D]
+    int64_t layer_stride;      // elements
+    const int64_t* tokens;     // [T] for EMBED
+    const bf16* states;        // [T, W] for WIDEN
     const int64_t* positions;  // [T] rows of cos and sin
     const int64_t* segments;   // of the batch: q_indptr, kv_indptr, begins, mask_lens; null: prefix_* and tree_begin are given
     int64_t num_segments, window;
-    const int64_t* picked;     // [num_picked] the rows that operations with `picked_only` compute
+    const int64_t* picked;  // [num_picked] the rows that operations with `picked_only` compute
     int64_t num_picked;
     bf16* features;            // [S, F] rows by slot
     const Draw* draws;         // [num_picked] for CHOOSE; null: all rows are greedy

@@ -23,8 +23,8 @@ constexpr float MIN_ROW_MAX = 1e-30f;  // a row of smaller numbers counts as zer
 
 struct QuantizedRows {
     int64_t rows, quads;
-    std::vector<uint32_t> digits;   // [quads, rows, 2] four low digits, and four high ones
-    std::vector<float> scale;       // [rows] the value of 1; NaN for a row that is not finite
+    std::vector<uint32_t> digits;     // [quads, rows, 2] four low digits, and four high ones
+    std::vector<float> scale;         // [rows] the value of 1; NaN for a row that is not finite
     std::vector<int32_t> digit_sums;  // [rows, 2] of low digits, and of high ones
 
     void quantize(const bf16* x, int64_t count, int64_t stride, int64_t inner) {

@@ -36,7 +36,7 @@ constexpr double CHORD_RATIO = 0.93;      // chords are at most 1.0615 of what t
 constexpr float BOUND_SLACK = 0.01f;      // added to bounds: for their own rounding and that of the top to float32
 constexpr double MAX_LOGIT = 1e6, MIN_TEMPERATURE = 1e-6;  // beyond these, rounding errors were not analysed
 
-struct Vocabulary {  // `races.Vocabulary` is the same: which tokens the columns are
+struct Vocabulary {          // `races.Vocabulary` is the same: which tokens the columns are
     const int64_t* ids;      // [V] ascending; null: columns are tokens
     const int64_t* starts;   // [blocks + 1] the first column of each noise block
     const int64_t* columns;  // [num_ids] of tokens, -1: none
@@ -45,9 +45,9 @@ struct Vocabulary {  // `races.Vocabulary` is the same: which tokens the columns
 
 struct ChoiceRows {  // `races.CHOICE_ROWS` is the same: how tokens are chosen in the rows of a session
     uint64_t seed;
-    double temperature;  // 0: greedy
-    double top_p, min_p;  // top_p: 1 is off; min_p: its logarithm, -inf is off
-    int64_t top_k;        // 0: off
+    double temperature;                      // 0: greedy
+    double top_p, min_p;                     // top_p: 1 is off; min_p: its logarithm, -inf is off
+    int64_t top_k;                           // 0: off
     double repetition, frequency, presence;  // 1, 0, 0: off
     const int64_t *seen, *counts;            // [num_seen] tokens of the prompt and the answer, how often in the answer
     int64_t num_seen;
@@ -65,13 +65,13 @@ struct RaceCall {  // `NativeRace` fills it: one call, for R rows
     const Vocabulary* vocabulary;
     const ChoiceRows* sessions;
     const int64_t* session_of;  // [R] which `ChoiceRows`
-    const int64_t* positions;  // [R] of the token to be chosen
-    const int64_t* outputs;    // [R] number of the answer's tokens before it
-    const int64_t* paths;      // draft tokens among them, of all rows one after the other
-    const int64_t* path_ends;  // [R] where each row's path ends
-    int64_t* tokens;           // [R, num_wanted] best first, padded with 0
-    double* scores;            // [R, num_wanted] their log shares among the returned ones, padded with -inf
-    int64_t* sure;             // [R] 0: not sure, the specification must choose
+    const int64_t* positions;   // [R] of the token to be chosen
+    const int64_t* outputs;     // [R] number of the answer's tokens before it
+    const int64_t* paths;       // draft tokens among them, of all rows one after the other
+    const int64_t* path_ends;   // [R] where each row's path ends
+    int64_t* tokens;            // [R, num_wanted] best first, padded with 0
+    double* scores;             // [R, num_wanted] their log shares among the returned ones, padded with -inf
+    int64_t* sure;              // [R] 0: not sure, the specification must choose
     int64_t num_wanted;
 };
 
@@ -141,7 +141,7 @@ struct Race {
     uint64_t key = 0;
     double top = 0, tolerance = 0;  // the greatest logit; the order of closer scores is not certain
     double min_logit = -INFINITY;   // lower logits do not take part
-    double assumed_floor = 0;          // assumed score of the last winner, until there are enough candidates
+    double assumed_floor = 0;       // assumed score of the last winner, until there are enough candidates
     float inverse_temperature = 0, lowest = 0;
     size_t num_wanted = 0;
     std::function<void(int64_t)> before_block;  // if set, called before `x` is read in a block: it computes its logits

@@ -181,7 +181,7 @@ std::vector<int64_t> large_quads(const std::vector<QuantizedState>&, int64_t, in
 #endif
 
 #if defined(__AMX_BF16__)
-constexpr int MIN_TILE_ROWS = 3;   // rows from which tiles are faster
+constexpr int MIN_TILE_ROWS = 3;  // rows from which tiles are faster
 
 // As `screen_block`, for all rows: the two digits of a state are two rows of a tile.
 void tile_screen(const Op& op, const std::vector<QuantizedState>& states, int64_t first, int64_t last) {

@@ -61,9 +61,9 @@ inline void interleave_values(const bf16* one, const bf16* other, uint8_t* first
 struct Queries {
     const bf16* first;
     int64_t count, stride;  // elements from one to the next
-    float* partial;           // partial result of the first, `row_stride` floats from one to the next
+    float* partial;         // partial result of the first, `row_stride` floats from one to the next
     int64_t row_stride;
-    const int64_t* seen;    // how many entries of the chunk each sees; `step` from one to the next
+    const int64_t* seen;  // how many entries of the chunk each sees; `step` from one to the next
     int64_t step;
 };
 
@@ -73,9 +73,9 @@ class ChunkAttention {
     const Frame& frame;
     const ChunkRange range;
     const int64_t size, deep;  // of a head; and size / TILE_DEPTH
-    uint8_t *keys, *values;  // tiles [SPAN / TILE_ROWS, deep] and [CHUNK / TILE_DEPTH, deep, 2]
-    float* scores;           // [TILE_ROWS, SPAN]
-    bf16 *high, *low;        // weights [TILE_ROWS, CHUNK]; for trees such for each head of a group, at most TILE_ROWS
+    uint8_t *keys, *values;    // tiles [SPAN / TILE_ROWS, deep] and [CHUNK / TILE_DEPTH, deep, 2]
+    float* scores;             // [TILE_ROWS, SPAN]
+    bf16 *high, *low;          // weights [TILE_ROWS, CHUNK]; for trees such for each head of a group, at most TILE_ROWS
     Tiles tiles;
 
     // Pack the keys of TILE_ROWS entries; column: where the KV head's keys begin.
@@ -234,7 +234,7 @@ class ChunkAttention {
         const bf16* entries[SPAN + LANES];  // those that all rows see, then nodes that any row sees, then padding
         int64_t shared, count;              // number of those that all see; and of all with padding
         int64_t seen[TILE_ROWS];
-        uint8_t own[TILE_ROWS][NODES];           // by row: the nodes it sees after the shared entries
+        uint8_t own[TILE_ROWS][NODES];  // by row: the nodes it sees after the shared entries
 
         Nodes(const Op& op, const Frame& frame, int64_t row, int64_t rows, int64_t chunk_index) {
             const int64_t stride = 2 * int64_t(op.kv_heads) * op.head_dim, before = frame.prefix_len[row] - chunk_index * CHUNK;

@@ -23,12 +23,12 @@
 
 namespace {
 
-struct Seed {  // one session, as `draft.Call` packs it
+struct Seed {                       // one session, as `draft.Call` packs it
     int64_t rows, begin, computed;  // pending rows; where its KV entries begin; how many of them are computed
     int64_t position;               // of the first pending row
     int64_t levels;                 // beyond the root's children, at most `most_levels`
     int64_t base;                   // position of the root's children in the text, from which their noise is made
-    int64_t sampled;                  // which `ChoiceRows`; -1: greedy
+    int64_t sampled;                // which `ChoiceRows`; -1: greedy
 };
 
 struct Trees {  // `draft.Trees` is the same
@@ -40,20 +40,20 @@ struct Trees {  // `draft.Trees` is the same
     bf16 *normed, *states;  // [C, W] buffers: input of the head; input of a child's row
     Child* best;            // [C, K] buffer: the head's top-k
     int64_t sessions, topk, most_levels, width, window;
-    const float *cos, *sin;   // [P, D]
-    const Seed* seeds;        // [B]
+    const float *cos, *sin;        // [P, D]
+    const Seed* seeds;             // [B]
     const Vocabulary* vocabulary;  // of the columns
-    const ChoiceRows* sampled;       // how tokens are chosen in sampled sessions
+    const ChoiceRows* sampled;     // how tokens are chosen in sampled sessions
     int64_t runners_up;            // tokens beyond `topk` that count in the shares of sampled sessions
-    const int64_t* tokens;    // of the pending rows of all sessions
-    const bf16* pending_states;         // [., W] their states
-    const int64_t* kv_slots;  // entries of all sessions
+    const int64_t* tokens;         // of the pending rows of all sessions
+    const bf16* pending_states;    // [., W] their states
+    const int64_t* kv_slots;       // entries of all sessions
     bf16* kv;
     int64_t layer_stride;
-    Child* children;  // [B, 1 + L * K, K] of the root, and of each row
-    int64_t* picks;   // [B, L, K] which of a level's candidates are the next level's rows
-    int64_t* known_levels;   // [B] levels of the tree that are certain; the root's children are the first
-    bf16* row_states;      // [B, 1 + L * K, W] states of the root and of each row
+    Child* children;        // [B, 1 + L * K, K] of the root, and of each row
+    int64_t* picks;         // [B, L, K] which of a level's candidates are the next level's rows
+    int64_t* known_levels;  // [B] levels of the tree that are certain; the root's children are the first
+    bf16* row_states;       // [B, 1 + L * K, W] states of the root and of each row
 };
 
 struct Rows {  // the rows of one forward

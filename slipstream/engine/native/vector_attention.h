@@ -15,8 +15,8 @@
 namespace {
 
 constexpr int BLOCK_ROWS = 1;
-constexpr int MAX_HEADS_TOGETHER = 4;   // query heads that are computed together, at most
-constexpr int LONG_CHUNKS = 4;     // if one thread reads a row of more chunks, it prefetches a whole chunk ahead
+constexpr int MAX_HEADS_TOGETHER = 4;               // query heads that are computed together, at most
+constexpr int LONG_CHUNKS = 4;                      // if one thread reads a row of more chunks, it prefetches a whole chunk ahead
 constexpr int PAIRS_TOGETHER = LANES == 4 ? 1 : 2;  // pairs of vectors of a value computed together: as registers allow
 
 struct Place {  // where keys of a KV head begin in each entry; its values begin `width` further on
