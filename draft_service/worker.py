@@ -125,7 +125,7 @@ class Intake:
     def close(self, peer: Peer) -> None:
         self._queues.pop(peer, None)
 
-    def full(self, peer: Peer) -> bool:
+    def inbox_full(self, peer: Peer) -> bool:
         if (waiting := self._queues.get(peer)) is None:
             return False
         added, taken = waiting.added, waiting.taken
@@ -360,8 +360,8 @@ class DraftWorker:
     def received(self, peer: Peer, items: Sequence[DraftBound], faults: Faults) -> None:
         self._inbox.put(self._intake.accept(peer, items, faults))
 
-    def full(self, peer: Peer) -> bool:
-        return self._intake.full(peer)
+    def inbox_full(self, peer: Peer) -> bool:
+        return self._intake.inbox_full(peer)
 
     @property
     def wait_s(self) -> float | None:

@@ -56,7 +56,7 @@ from slipstream.engine.runner import ModelRunner
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.protocol.requests import PromptScores, TokenLogprob
-from slipstream.protocol.tree import DraftTree, Thresholds, Verdict, relaxed, walk
+from slipstream.protocol.tree import DraftTree, Thresholds, Verdict, relaxed_choices, walk
 from target_service.sequence import KV, PrefixKey, Sequence
 
 
@@ -456,7 +456,7 @@ def _relaxed(tree: DraftTree, target_choices: abc.Sequence[int], logits: torch.T
     device = logits.device
     parents, tokens = (to_device(column[1:], device, torch.int64) for column in (tree.parents, tree.tokens))
     chances = log_probabilities(logits, choice_rows)[parents, tokens].exp().tolist()
-    return relaxed(tree, target_choices, [1.0, *chances], uniform_draws(choice_rows), thresholds)
+    return relaxed_choices(tree, target_choices, [1.0, *chances], uniform_draws(choice_rows), thresholds)
 
 
 def _choice_rows(sequence: Sequence, tree: DraftTree, levels: list[int], first: int) -> ChoiceRows:

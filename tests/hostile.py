@@ -37,7 +37,7 @@ class HostileDraft:
     def peer_down(self, peer: Peer) -> None:
         self._bases.clear()
 
-    def full(self, peer: Peer) -> bool:
+    def inbox_full(self, peer: Peer) -> bool:
         return False
 
     def received(self, peer: Peer, items: Sequence[DraftBound],

@@ -82,8 +82,8 @@ class FaultyEvents:
     def link_down(self, link: Link, reason: str) -> None:
         self.events.link_down(link, reason)
 
-    def full(self, link: Link) -> bool:
-        return self.events.full(link)
+    def inbox_full(self, link: Link) -> bool:
+        return self.events.inbox_full(link)
 
     def received(self, link: Link, items: list[TargetBound],
                  faults: Sequence[tuple[int, RemoteProtocolError]]) -> None:

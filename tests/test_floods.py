@@ -235,9 +235,9 @@ def test_one_draft_fills_its_own_place_and_no_others() -> None:
     one.inbox.drain()
     for _ in range(MOST_EVENTS + 10):
         one.received(loud, [growth(base=1)], [])
-    assert one.full(loud) and not one.full(quiet)
+    assert one.inbox_full(loud) and not one.inbox_full(quiet)
     one.inbox.drain()
-    assert not one.full(loud)
+    assert not one.inbox_full(loud)
 
 
 def test_a_turn_takes_a_slice_of_what_came() -> None:
@@ -336,7 +336,7 @@ def test_a_target_that_floods_does_not_keep_a_draft_from_others(kind: str) -> No
     draft.worker.received(draft.honest, [opened(1, 10)], ())
     draft.turns(1)
     assert answered(draft.honest) and draft.drafter.told <= ROUND_TOKENS + 10
-    assert draft.worker.full(draft.hostile) or len(TARGET_FLOODS[kind]) < 4096
+    assert draft.worker.inbox_full(draft.hostile) or len(TARGET_FLOODS[kind]) < 4096
     for base in range(10, 40):
         draft.worker.received(draft.honest, [commit(base, 3)], ())
         draft.turns(2)
@@ -367,12 +367,12 @@ def test_features_that_wait_are_bounded_in_bytes() -> None:
     draft, rows = Shared(), bytes(4 << 20)
     for _ in range(15):
         draft.worker.received(draft.hostile, [Features(1, 0, rows, 1024, "float32")], ())
-    assert not draft.worker.full(draft.hostile)
+    assert not draft.worker.inbox_full(draft.hostile)
     for _ in range(2):
         draft.worker.received(draft.hostile, [Features(1, 0, rows, 1024, "float32")], ())
-    assert draft.worker.full(draft.hostile) and not draft.worker.full(draft.honest)
+    assert draft.worker.inbox_full(draft.hostile) and not draft.worker.inbox_full(draft.honest)
     draft.turns(2)
-    assert not draft.worker.full(draft.hostile)
+    assert not draft.worker.inbox_full(draft.hostile)
 
 
 def test_a_target_that_is_wrong_too_often_is_refused_and_told_once() -> None:

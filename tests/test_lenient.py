@@ -16,7 +16,7 @@ from slipstream.choosing.sampling import ChoiceRows, choose, log_probabilities, 
 from slipstream.cli.doctor import checks
 from slipstream.drafting import Drafter, create
 from slipstream.protocol.requests import Piece, Request, Sampling
-from slipstream.protocol.tree import DraftTree, Thresholds, relaxed
+from slipstream.protocol.tree import DraftTree, Thresholds, relaxed_choices
 from slipstream.wire.answers import decode_answer_responses, decode_info, encode_answer_response, encode_info
 from tests.echo import EchoTarget
 from tests.pair import drafting, local_link, target
@@ -40,25 +40,25 @@ def rows(sampling: Sampling, count: int, first: int = 5) -> ChoiceRows:
 def test_thresholds_of_one_change_nothing() -> None:
     tree = tree_of((3, -0.1), (4, -0.2))
     for choice in (3, 4, 9):
-        assert relaxed(tree, [choice, 7, 7], [1, 0.6, 0.3], [1e-9] * 3, Thresholds()) == [choice, 7, 7]
+        assert relaxed_choices(tree, [choice, 7, 7], [1, 0.6, 0.3], [1e-9] * 3, Thresholds()) == [choice, 7, 7]
 
 
 def test_the_targets_own_choice_is_always_taken() -> None:
     tree = tree_of((3, -0.1), (4, -0.2))
-    assert relaxed(tree, [4, 7, 7], [1, 0.9, 0.1], [1e-9] * 3, Thresholds(0.1, 0.1))[0] == 4
+    assert relaxed_choices(tree, [4, 7, 7], [1, 0.9, 0.1], [1e-9] * 3, Thresholds(0.1, 0.1))[0] == 4
 
 
 def test_single_takes_the_best_scored_child_that_is_likely_enough() -> None:
     tree = tree_of((3, -0.3), (4, -0.2), (5, -0.1))
     chances = [1, 0.5, 0.3, 0.1]
-    assert relaxed(tree, [9, 7, 7, 7], chances, [0.99] * 4, Thresholds(single=0.3))[0] == 4
-    assert relaxed(tree, [9, 7, 7, 7], chances, [0.99] * 4, Thresholds(single=0.4))[0] == 3
-    assert relaxed(tree, [9, 7, 7, 7], chances, [0.99] * 4, Thresholds(single=0.6))[0] == 9
+    assert relaxed_choices(tree, [9, 7, 7, 7], chances, [0.99] * 4, Thresholds(single=0.3))[0] == 4
+    assert relaxed_choices(tree, [9, 7, 7, 7], chances, [0.99] * 4, Thresholds(single=0.4))[0] == 3
+    assert relaxed_choices(tree, [9, 7, 7, 7], chances, [0.99] * 4, Thresholds(single=0.6))[0] == 9
 
 
 def test_a_forbidden_token_is_never_taken() -> None:
     tree = tree_of((3, -0.1), (4, -0.2))
-    assert relaxed(tree, [9, 7, 7], [1, 0.0, 0.0], [1e-12] * 3, Thresholds(1e-9, 1e-9))[0] == 9
+    assert relaxed_choices(tree, [9, 7, 7], [1, 0.0, 0.0], [1e-12] * 3, Thresholds(1e-9, 1e-9))[0] == 9
 
 
 @pytest.mark.parametrize("acc", [0.2, 0.5, 0.9])
@@ -69,7 +69,8 @@ def test_acc_takes_children_as_often_as_it_says(acc: float) -> None:
     share, draws = sum(chances), 20_000
     taken = 0
     for choice, coin in zip(rng.choice([3, 4, 9], draws, p=[*chances, 1 - share]), rng.random(draws), strict=True):
-        taken += relaxed(tree, [int(choice), 7, 7], [1, *chances], [float(coin)] * 3, Thresholds(acc=acc))[0] in (3, 4)
+        choices = relaxed_choices(tree, [int(choice), 7, 7], [1, *chances], [float(coin)] * 3, Thresholds(acc=acc))
+        taken += choices[0] in (3, 4)
     expected = min(1.0, share / acc)
     assert abs(taken / draws - expected) <= 4 * math.sqrt(expected * (1 - expected) / draws), (taken / draws, expected)
 

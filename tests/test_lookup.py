@@ -115,7 +115,7 @@ def test_a_text_begins_with_what_others_of_its_kind_have_shown() -> None:
     late = PromptLookup([1, 2, 3, 4, 1, 2, 3], known)
     assert PromptLookup([1, 2, 3]).doubt == 2.0 < 4.0 < late.doubt
     assert late.chain(1)[1][0] < 0.45 < PromptLookup([1, 2, 3, 4, 1, 2, 3]).chain(1)[1][0]
-    known.right = 0.0
+    known.num_correct = 0.0
     assert PromptLookup([1], known).doubt == 16.0, "and can learn better soon"
 
 
@@ -210,7 +210,7 @@ class Overheard:
 
     def __init__(self, peers: PeerEvents) -> None:
         self.peers, self.frames = peers, list[list[DraftBound]]()
-        self.peer_up, self.peer_down, self.full = peers.peer_up, peers.peer_down, peers.full
+        self.peer_up, self.peer_down, self.inbox_full = peers.peer_up, peers.peer_down, peers.inbox_full
 
     def received(self, peer: Peer, items: list[DraftBound], faults: Faults) -> None:
         self.frames.append(items)

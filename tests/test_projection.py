@@ -159,7 +159,8 @@ class Listening:
 
     def __init__(self, peers: PeerEvents) -> None:
         self.rows: dict[int, dict[int, bytes]] = {}
-        self.peer_up, self.peer_down, self.full, self._peers = peers.peer_up, peers.peer_down, peers.full, peers
+        self.peer_up, self.peer_down, self.inbox_full = peers.peer_up, peers.peer_down, peers.inbox_full
+        self._peers = peers
 
     def received(self, peer: Peer, items: list[DraftBound], faults: Faults) -> None:
         for item in items:

@@ -249,7 +249,7 @@ def test_when_all_has_come_a_target_holds_what_its_draft_believes(seed: int) -> 
         if rng.random() < 0.1:
             come()
             sent = [node for node, number in enumerate(tree.ids) if number]
-            found = [target.tree.follow(tree.path(node)) for node in sent]
+            found = [target.tree.find_path(tree.path(node)) for node in sent]
             assert [target.tree.ids[nodes[-1]] for nodes in found] == [tree.ids[node] for node in sent], seed
             assert list(map(len, found)) == [len(tree.path(node)) for node in sent], seed
 

@@ -203,7 +203,7 @@ def test_a_projection_that_finds_no_memory_leaves_all_as_it_was(tiny_folder: Pat
 
         patched.setattr(ModelRunner, "linear", full)
         assert not kv.set_feature_spec(replace(specs[1], layers=(2,)))
-    assert runner.taps == (1,) and runner.feature_bytes(slots, runner.keep_features(specs[0].light())) == sent
+    assert runner.taps == (1,) and runner.feature_bytes(slots, runner.keep_features(specs[0].without_weights())) == sent
     assert kv.set_feature_spec(specs[2]) and runner.features_from(slots) == 0, "they are joined when they are read"
 
 

@@ -12,7 +12,7 @@ from slipstream.protocol.session import SuffixIndex
 @pytest.mark.parametrize("seed", range(4))
 def test_matches_equal_a_naive_search(seed: int) -> None:
     rng = random.Random(seed)
-    index, text = SuffixIndex([2, 4], longest=6, keep=1000), []
+    index, text = SuffixIndex([2, 4], max_match=6, max_tokens=1000), []
     for _ in range(300):
         token = rng.choice([0, 0, 1, 2, 3, 4, 5, 6, 7])
         text.append(token)
@@ -46,7 +46,7 @@ class Looked(int):
 
 
 def test_of_a_long_text_what_would_be_forgotten_is_not_looked_at() -> None:
-    whole, parts = (SuffixIndex([2, 4], longest=6, keep=55) for _ in range(2))
+    whole, parts = (SuffixIndex([2, 4], max_match=6, max_tokens=55) for _ in range(2))
     text = [n % 40 for n in range(5000)]
     whole.extend([Looked(token) for token in text])
     assert Looked.times <= 55 * (2 + 4)
@@ -57,7 +57,7 @@ def test_of_a_long_text_what_would_be_forgotten_is_not_looked_at() -> None:
 
 
 def test_capacity_forgets_the_oldest() -> None:
-    index = SuffixIndex([2, 4, 8, 16], longest=18, keep=55)
+    index = SuffixIndex([2, 4, 8, 16], max_match=18, max_tokens=55)
     index.extend([1, 2, 3])
     index.extend([10 + n % 40 for n in range(500)])
     assert len(index.tokens) <= 2 * 55 + 500 and index.tokens[0] != 1

@@ -63,8 +63,8 @@ def test_follow_goes_as_far_as_children_carry_the_tokens(seed: int) -> None:
         node = tree.child(node, token)
     else:
         nodes += [] if node is None else [node]
-    assert tree.follow(tokens) == nodes, seed
-    assert tree.follow([]) == []
+    assert tree.find_path(tokens) == nodes, seed
+    assert tree.find_path([]) == []
 
 
 def test_reroot_outside_the_tree_is_plain_decoding() -> None:

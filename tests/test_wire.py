@@ -84,7 +84,7 @@ class Target:
     def link_down(self, link: object, reason: str) -> None:
         self.downs.append(reason)
 
-    def full(self, link: object) -> bool:
+    def inbox_full(self, link: object) -> bool:
         return False
 
     def received(self, link: object, items: list, faults: list) -> None:
@@ -114,7 +114,7 @@ class Echo:
     def peer_down(self, peer: object) -> None:
         self.down.append(peer)
 
-    def full(self, peer: object) -> bool:
+    def inbox_full(self, peer: object) -> bool:
         return False
 
     def received(self, peer, items: list, faults: list) -> None:

@@ -352,7 +352,7 @@ class ModelRunner:
         projection = spec.projection if self._can_fuse(spec) else None
         writer = FeatureWriter(spec, self.linear, projection is not None)
         self.set_taps(spec.layers, projection)
-        self._writer_of_spec = spec.light(), writer
+        self._writer_of_spec = spec.without_weights(), writer
         return writer
 
     def set_taps(self, layers: tuple[int, ...], projection: Projection | None = None) -> None:

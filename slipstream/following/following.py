@@ -114,7 +114,7 @@ class LinkState:
         self.faults = FaultRate()
 
     @property
-    def full(self) -> bool:
+    def is_full(self) -> bool:
         """Whether more waits than a draft that keeps to the protocol causes."""
         return self.num_posted - self.num_done >= MAX_PENDING_EVENTS
 
@@ -224,16 +224,16 @@ class Following:
             return
         received_s = self._clock()  # now: a step may be on the device until this is looked at
         for first in range(0, max(1, len(items), len(faults)), ITEMS_PER_EVENT):
-            if link_state.full:
+            if link_state.is_full:
                 self._metrics.stale_growth()  # what is lost is late at worst
                 return
             link_state.num_posted += 1
             stop = first + ITEMS_PER_EVENT
             self.inbox.post(partial(self._receive, link, link_state, items[first:stop], faults[first:stop], received_s))
 
-    def full(self, link: Link) -> bool:
+    def inbox_full(self, link: Link) -> bool:
         link_state = self._link_states.get(link)
-        return link_state is not None and link_state.full
+        return link_state is not None and link_state.is_full
 
     # From the engine thread.
 

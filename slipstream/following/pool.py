@@ -143,7 +143,7 @@ class DraftPool:
 
     def _activate(self, link: Link, member: Member) -> None:
         hello, spec = member.hello, member.hello.features
-        member.hello = hello if spec is None else replace(hello, features=spec.light())
+        member.hello = hello if spec is None else replace(hello, features=spec.without_weights())
         member.sidelined, member.sessions, member.warned = False, 0, False
         self._problems.pop(link.address, None)
         if hello.vocab_size:
@@ -156,7 +156,7 @@ class DraftPool:
         votes = Counter(spec for member in self._members.values() if (spec := member.hello.features) is not None)
         for spec in sorted(votes, key=lambda spec: (-votes[spec], spec != self._spec)):
             if spec == self._spec or self._apply_spec(spec):
-                self._spec = spec.light()
+                self._spec = spec.without_weights()
                 break
         for link, member in self._members.items():
             spec = member.hello.features

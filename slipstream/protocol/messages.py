@@ -66,8 +66,8 @@ class FeatureSpec:
     dtype: str = "float32"  # on the wire, a key of FEATURE_DTYPES
     projection: Projection | None = None
 
-    def light(self) -> FeatureSpec:
-        """The same spec without the projection's weights, equal to this one: it keeps no memory."""
+    def without_weights(self) -> FeatureSpec:
+        """The same spec, equal to this one, without the projection's weights in memory."""
         if self.projection is None:
             return self
         return replace(self, projection=replace(self.projection, weights=b""))
@@ -93,7 +93,7 @@ class Open:
     prompt_len: int
     sampling: Sampling
     wanted: int = 63  # draft nodes that the target would verify next, at most; 0: follow, but grow nothing
-    trace: str = ""  # the traceparent of the answer; "": nobody follows
+    trace: str = ""  # the traceparent of the answer; "": no trace
     ahead: bool = False  # whether more may be grown than is wanted, while the target verifies
 
 
@@ -178,7 +178,8 @@ DraftBound = Open | Features | Commit | Close
 TargetBound = Growth | Drop
 
 
-# Who carries messages, and who hears of them. Structural: a service names a link without importing what carries it.
+# Who carries messages, and who receives their events, as typing protocols: a service uses a link without importing its
+# implementation.
 
 Faults = Sequence[tuple[int, RemoteProtocolError]]  # sessions and what was wrong with an item of theirs
 
@@ -207,7 +208,7 @@ class LinkEvents(Protocol):
 
     def received(self, link: Link, items: Sequence[TargetBound], faults: Faults) -> None: ...
 
-    def full(self, link: Link) -> bool:
+    def inbox_full(self, link: Link) -> bool:
         """Whether so much of the link's input waits that no more should be read for now."""
         ...
 
@@ -237,6 +238,6 @@ class PeerEvents(Protocol):
 
     def received(self, peer: Peer, items: Sequence[DraftBound], faults: Faults) -> None: ...
 
-    def full(self, peer: Peer) -> bool:
-        """As ``LinkEvents.full``."""
+    def inbox_full(self, peer: Peer) -> bool:
+        """As ``LinkEvents.inbox_full``."""
         ...

@@ -11,9 +11,9 @@ Rules of the sides:
 Rules of the text (``PromptLookup``):
 1. If the newest tokens occurred before in this prompt or answer, the tokens that followed them there are a chain of
    draft tokens. It costs no message and no wait.
-2. A match of n tokens is right with a chance of n / (n + doubt). Each text has its own doubt: at every commit the
+2. A match of n tokens is correct with a chance of n / (n + doubt). Each text has its own doubt: at every commit the
    predicted tokens are compared with the committed ones, whether they were verified or not.
-3. The doubt solves: sum of n over wrong predictions = doubt * number of right ones. Both sides have the same
+3. The doubt solves: sum of n over wrong predictions = doubt * number of correct ones. Both sides have the same
    expectation, as doubt / (n + doubt) * n = n / (n + doubt) * doubt. Older predictions count less.
 4. Tokens that a grammar forces come first; the prediction from the text follows them where both agree. The model may
    spell forced text with other tokens, so how often it uses the same ones is counted too.
@@ -129,8 +129,8 @@ DRAFT_TABLE: dict[tuple[DraftState, DraftEvent], tuple[DraftState, str]] = {
 class TargetSide:
     """The target's side of one session: its committed tokens, and the tree that a drafter grows below them."""
 
-    __slots__ = ("_committed_nodes", "_lookup", "_opened_at", "_predicted", "_root_scores", "_shared_doubt", "answered",
-                 "base", "prompt_len", "sampling", "session", "state", "tokens", "trace", "tree")
+    __slots__ = ("_committed_nodes", "_lookup", "_opened_base", "_predicted", "_root_scores", "_shared_doubt",
+                 "answered", "base", "prompt_len", "sampling", "session", "state", "tokens", "trace", "tree")
 
     def __init__(self, session: int, tokens: Sequence[int], prompt_len: int, sampling: Sampling, trace: str = "",
                  shared_doubt: Doubt | None = None) -> None:
@@ -145,11 +145,11 @@ class TargetSide:
         self.state = TargetState.ALONE
         self.tree = DraftTree.root_only(len(tokens), tokens[-1])
         self.answered = False  # the drafter has answered for this base, be it with nothing
-        self._opened_at = 0  # what comes of an earlier base belongs to an earlier opening
+        self._opened_base = 0  # a message with an earlier base belongs to an earlier opening
         self._committed_nodes: dict[int, int] = {}  # ids of nodes that were committed -> their position
         self._root_scores: dict[int, float] = {}  # base -> score of that base's root, relative to the opening's root
         self._shared_doubt = shared_doubt
-        self._lookup: PromptLookup | None = None  # until it is asked for
+        self._lookup: PromptLookup | None = None  # made by the first ``predict``
         self._predicted: tuple[list[int], list[float]] = ([], [])
 
     @property
@@ -164,9 +164,9 @@ class TargetSide:
 
     def attach(self, wanted: int = MAX_NODES - 1, ahead: bool = False) -> Open:
         """Let a drafter follow from the tokens committed so far on. Returns the Open to send."""
-        self._move(TargetEvent.ATTACH)
-        self._restart()
-        self._opened_at = self.base
+        self._transition(TargetEvent.ATTACH)
+        self._reset()
+        self._opened_base = self.base
         self._root_scores = {self.base: 0.0}
         return Open(self.session, np.array(self.tokens, np.int32), self.prompt_len, self.sampling, wanted,
                     self.trace, ahead)
@@ -176,11 +176,11 @@ class TargetSide:
         """Append ``tokens`` to the answer and re-root. Returns what to send: None when nobody follows."""
         assert len(tokens) >= 1
         followed, base, tree = self.state is FOLLOWED, self.base, self.tree
-        self._move(COMMIT)
-        nodes = tree.follow(tokens)
+        self._transition(COMMIT)
+        nodes = tree.find_path(tokens)
         if followed:
-            self._remember(tokens, nodes)
-        self.tree = tree.below(nodes, tokens)
+            self._remember_committed(tokens, nodes)
+        self.tree = tree.reroot_at(nodes, tokens)
         self.tokens.extend(tokens)
         self.base = base + len(tokens)
         self.answered = False
@@ -194,11 +194,11 @@ class TargetSide:
         Raises RemoteProtocolError when it claims to know more than was committed; the session then goes on alone.
         """
         if isinstance(message, Drop):
-            if 0 < message.base < self._opened_at:
+            if 0 < message.base < self._opened_base:
                 return -1
-            self._move(TargetEvent.DROP)
+            self._transition(TargetEvent.DROP)
             return 0
-        if self._move(GROWTH) is not FOLLOWED or message.base < self._opened_at:
+        if self._transition(GROWTH) is not FOLLOWED or message.base < self._opened_base:
             return -1
         if message.base > self.base:
             raise RemoteProtocolError("growth.base", f"{message.base} is ahead of the {self.base} committed tokens")
@@ -210,7 +210,7 @@ class TargetSide:
 
     def predict(self, tokens: Sequence[int], max_tokens: int, forced: Sequence[int]) -> list[float]:
         """Predict at most ``max_tokens`` tokens after ``tokens``, which are to be committed next. Returns for each the
-        chance that all up to it are right. ``forced``: tokens that a grammar forces."""
+        chance that all up to it are correct. ``forced``: tokens that a grammar forces."""
         if self._lookup is None:
             self._lookup = PromptLookup([*self.tokens, *tokens], self._shared_doubt)
         else:
@@ -226,47 +226,47 @@ class TargetSide:
 
     def lost(self) -> None:
         """The link is gone. Nodes that have arrived are kept: they are useful, whoever proposed them."""
-        self._move(TargetEvent.LOST)
+        self._transition(TargetEvent.LOST)
 
     def detach(self) -> Close | None:
         """Decode alone from now on. Returns what to send, if anybody followed."""
         followed = self.state is TargetState.FOLLOWED
-        self._move(TargetEvent.DETACH)
-        self._restart()
+        self._transition(TargetEvent.DETACH)
+        self._reset()
         return Close(self.session) if followed else None
 
     def close(self) -> Close | None:
         """The answer is over. Returns what to send, if anybody followed."""
         followed = self.state is TargetState.FOLLOWED
-        self._move(TargetEvent.CLOSE)
+        self._transition(TargetEvent.CLOSE)
         return Close(self.session) if followed else None
 
-    def _move(self, event: TargetEvent) -> TargetState:
+    def _transition(self, event: TargetEvent) -> TargetState:
         row = TARGET_TABLE.get((self.state, event))
         if row is None:
             raise LocalProtocolError(f"session {self.session}: {event} in state {self.state}")
         self.state = row[0]
         return self.state
 
-    def _restart(self) -> None:
+    def _reset(self) -> None:
         self.tree = DraftTree.root_only(self.base, self.tokens[-1])
         self.answered = False
         self._committed_nodes.clear()
         self._root_scores.clear()
 
-    def _remember(self, tokens: Sequence[int], nodes: Sequence[int]) -> None:
+    def _remember_committed(self, tokens: Sequence[int], nodes: Sequence[int]) -> None:
         # Growth that is on its way may name these nodes as parents, and scores them relative to an older root.
         base = self.base
-        known = self._root_scores.get(base, 0.0)
+        root_score = self._root_scores.get(base, 0.0)
         if nodes:
-            gained, ids = self.tree.scores[nodes[-1]], self.tree.ids
+            path_score, ids = self.tree.scores[nodes[-1]], self.tree.ids
             for position, node in enumerate(nodes, start=base):
                 if ids[node] < PREDICTED:  # no drafter names what it has not proposed
                     self._committed_nodes[ids[node]] = position
-            if isfinite(gained):
-                known += gained
-        self._root_scores[base + len(tokens)] = known
-        if len(self._root_scores) > MAX_NODES:  # a drafter that says nothing must not make us remember for ever
+            if isfinite(path_score):
+                root_score += path_score
+        self._root_scores[base + len(tokens)] = root_score
+        if len(self._root_scores) > MAX_NODES:  # a silent drafter must not fill the memory
             del self._root_scores[next(iter(self._root_scores))]
 
     def _append(self, growth: Growth) -> None:
@@ -279,26 +279,26 @@ class TargetSide:
                                          growth.scores.tolist())
             return
         self._forget_before(growth.base)
-        shift = self._root_scores.get(self.base, 0.0) - self._root_scores.get(growth.base, 0.0)
+        score_shift = self._root_scores.get(self.base, 0.0) - self._root_scores.get(growth.base, 0.0)
         nodes: list[tuple[int, int, int, float]] = []
-        for node, parent, token, score in zip(growth.ids.tolist(), growth.parents.tolist(), growth.tokens.tolist(),
-                                              growth.scores.tolist(), strict=True):
+        for node_id, parent, token, score in zip(growth.ids.tolist(), growth.parents.tolist(),
+                                                 growth.tokens.tolist(), growth.scores.tolist(), strict=True):
             position = -parent - 1 if parent < 0 else self._committed_nodes.get(parent)
             if position is None:
-                nodes.append((node, parent, token, score - shift))
+                nodes.append((node_id, parent, token, score - score_shift))
             elif position == self.base - 1:
-                nodes.append((node, -self.base, token, score - shift))
+                nodes.append((node_id, -self.base, token, score - score_shift))
             elif position < self.base - 1 and self.tokens[position + 1] == token:
-                self._committed_nodes[node] = position + 1
-                shift = score if position + 2 == self.base else shift
+                self._committed_nodes[node_id] = position + 1
+                score_shift = score if position + 2 == self.base else score_shift
         if nodes:
             self.tree = self.tree.append(*zip(*nodes, strict=True))
 
     def _forget_before(self, base: int) -> None:
-        # A drafter's base never goes back, so what stands before it is not named any more. One that stays at an old
-        # base and names the text again and again loses the oldest: all that is kept is looked at for each growth.
-        known = [(node, position) for node, position in self._committed_nodes.items() if position >= base - 1]
-        self._committed_nodes = dict(known[-MAX_HELD:])
+        # A drafter's base never goes back, so earlier tokens are not named any more. One that stays at an old
+        # base and names the text again and again loses the oldest: every growth reads all that is kept.
+        recent = [(node_id, position) for node_id, position in self._committed_nodes.items() if position >= base - 1]
+        self._committed_nodes = dict(recent[-MAX_HELD:])
         self._root_scores = {b: score for b, score in self._root_scores.items() if b >= base}
 
 
@@ -342,7 +342,7 @@ DOUBT = 2.0  # a match of n tokens is trusted n / (n + DOUBT); measured: 0.48 at
 
 
 class Match(NamedTuple):
-    """``length`` tokens before ``end`` equal the newest ones, so what stands at ``end`` may come next."""
+    """``length`` tokens before ``end`` equal the newest ones, so the token at ``end`` may come next."""
 
     length: int
     end: int
@@ -352,82 +352,83 @@ class SuffixIndex:
     """The tokens of one session and, for some suffix lengths, a chain from each position to the one before it with an
     equal suffix: one dictionary entry a token and length, where a trie would hold a node for each length."""
 
-    __slots__ = ("_before", "_keep", "_longest", "_newest", "_orders", "tokens")
+    __slots__ = ("_last_end", "_max_match", "_max_tokens", "_orders", "_previous", "tokens")
 
-    def __init__(self, orders: Sequence[int], longest: int, keep: int) -> None:
-        """orders: the suffix lengths that are looked up, ascending; longest: of a match; keep: tokens remembered."""
-        self._orders, self._longest, self._keep = tuple(orders), longest, keep
+    def __init__(self, orders: Sequence[int], max_match: int, max_tokens: int) -> None:
+        """orders: the suffix lengths that are looked up, ascending; max_match: tokens of a match that are counted;
+        max_tokens: newest tokens that are remembered."""
+        self._orders, self._max_match, self._max_tokens = tuple(orders), max_match, max_tokens
         self._clear()
 
     def _clear(self) -> None:
         self.tokens: list[int] = []
-        # newest: hash of a suffix -> where it ended last; a collision is found out when the tokens are compared.
-        self._newest: tuple[dict[int, int], ...] = tuple({} for _ in self._orders)
-        self._before: tuple[list[int], ...] = tuple([-1] for _ in self._orders)
+        # Hash of a suffix -> where it ended last; a collision is found when the tokens are compared.
+        self._last_end: tuple[dict[int, int], ...] = tuple({} for _ in self._orders)
+        self._previous: tuple[list[int], ...] = tuple([-1] for _ in self._orders)
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens. Once there are twice as many as are kept, the older half is forgotten."""
-        if len(self.tokens) + len(tokens) > 2 * self._keep:  # a long prompt is not looked at whole: others wait for it
-            tokens = [*self.tokens, *tokens][-self._keep:]
+        if len(self.tokens) + len(tokens) > 2 * self._max_tokens:  # a long prompt is not indexed whole: others wait
+            tokens = [*self.tokens, *tokens][-self._max_tokens:]
             self._clear()
-        text, chains = self.tokens, [*zip(self._orders, self._newest, self._before, strict=True)]
+        text, chains = self.tokens, [*zip(self._orders, self._last_end, self._previous, strict=True)]
         for token in tokens:
             text.append(token)
             end = len(text)
-            for order, newest, before in chains:
+            for order, last_end, previous in chains:
                 if order > end:
-                    before.append(-1)
+                    previous.append(-1)
                     continue
                 key = hash(tuple(text[end - order:]))
-                before.append(newest.get(key, -1))
-                newest[key] = end
+                previous.append(last_end.get(key, -1))
+                last_end[key] = end
 
     def matches(self) -> list[Match]:
         """Earlier occurrences of the newest tokens, the longest first and the newest first among equals."""
         found: dict[int, int] = {}
-        for before in reversed(self._before):
-            end = before[-1]
+        for previous in reversed(self._previous):
+            end = previous[-1]
             for _ in range(MAX_CHAIN):
                 if end < 0:
                     break
                 if end not in found:
-                    length = self._common(end)
+                    length = self._match_length(end)
                     if length >= self._orders[0]:
                         found[end] = length
-                end = before[end]
+                end = previous[end]
             if len(found) >= MAX_MATCHES:
                 break
         ranked = sorted(((length, end) for end, length in found.items()), reverse=True)
         return [Match(length, end) for length, end in ranked[:MAX_MATCHES]]
 
-    def _common(self, end: int) -> int:
-        text, last, length = self.tokens, len(self.tokens), 0
-        most = min(self._longest, end)
-        while length < most and text[end - 1 - length] == text[last - 1 - length]:
+    def _match_length(self, end: int) -> int:
+        text, count, length = self.tokens, len(self.tokens), 0
+        limit = min(self._max_match, end)
+        while length < limit and text[end - 1 - length] == text[count - 1 - length]:
             length += 1
         return length
 
-    def token_after(self, end: int, ahead: int) -> int:
-        """The token ``ahead`` places after ``end``, the text repeating itself from ``end`` on."""
-        return self.tokens[end + ahead % (len(self.tokens) - end)]
+    def token_after(self, end: int, offset: int) -> int:
+        """The token ``offset`` places after ``end``, as if the text repeated itself from ``end`` on."""
+        return self.tokens[end + offset % (len(self.tokens) - end)]
 
     def continuation(self, end: int, count: int) -> list[int]:
-        """The ``count`` tokens from ``end`` on, as ``token_after`` has them one by one."""
+        """The ``count`` tokens from ``end`` on: ``token_after`` of each offset."""
         text = self.tokens[end : end + count]
-        return text if len(text) == count else [text[ahead % len(text)] for ahead in range(count)]
+        return text if len(text) == count else [text[offset % len(text)] for offset in range(count)]
 
-    def longest(self, least: int) -> Match | None:
-        """The longest of a few newest matches, if it has ``least`` tokens. Quick where there is none."""
+    def longest(self, min_length: int) -> Match | None:
+        """The longest of a few newest matches, if it has at least ``min_length`` tokens. Quick where there is none."""
         best: Match | None = None
-        for order, before in zip(reversed(self._orders), reversed(self._before), strict=True):
-            end = before[-1]
+        for order, previous in zip(reversed(self._orders), reversed(self._previous), strict=True):
+            end = previous[-1]
             for _ in range(MAX_CHAIN_LONGEST):
                 if end < 0:
                     break
-                length = self._common(end)
-                if length >= (best.length + 1 if best else least):
+                length = self._match_length(end)
+                if length >= (best.length + 1 if best else min_length):
                     best = Match(length, end)
-                end = before[end]
+                end = previous[end]
             if best is not None and best.length >= order:
                 break
         return best
@@ -435,64 +436,71 @@ class SuffixIndex:
 
 ORDERS = (1, 4)  # suffixes that are looked up; the shorter one is the shortest match
 MAX_MATCH, MAX_TEXT = 32, 1 << 15  # tokens of a match that are counted, and of a text that are kept
-PRIOR, PRIOR_SHARED = 6.0, 20.0  # right tokens, assumed at the start: of a text, and of all
+PRIOR_CORRECT, PRIOR_CORRECT_SHARED = 6.0, 20.0  # correct tokens, assumed at the start: of a text, and of all
 MAX_DOUBT = 16.0  # at the start, so that a text that does repeat itself is noticed soon
-FADE, FADE_SHARED = 0.97, 0.999  # of what was seen, for each token more; of what all texts have shown
-PRIOR_FORCED_RIGHT, PRIOR_FORCED_WRONG = 19.0, 1.0  # forced chains, assumed at the start
+DECAY, DECAY_SHARED = 0.97, 0.999  # of the sums, for each further token: of a text, and of all
+PRIOR_FORCED_CORRECT, PRIOR_FORCED_WRONG = 19.0, 1.0  # forced chains, assumed at the start
 
 
 @dataclass(slots=True)
 class Doubt:
     """Rule 3's sums over all texts of one kind, greedy or sampled: sampled texts repeat themselves less."""
 
-    right: float = PRIOR_SHARED
-    wrong: float = PRIOR_SHARED * DOUBT
+    num_correct: float = PRIOR_CORRECT_SHARED  # correct predictions
+    wrong_length: float = PRIOR_CORRECT_SHARED * DOUBT  # sum of n over wrong ones
 
 
 class PromptLookup:
-    """Draft tokens from one answer's own text, and how likely they are right."""
+    """Draft tokens from one answer's own text, and how likely they are correct."""
 
-    __slots__ = ("_forced", "_forced_right", "_forced_wrong", "_index", "_match", "_right", "_shared", "_wrong")
+    __slots__ = ("_forced", "_forced_correct", "_forced_wrong", "_index", "_match", "_num_correct", "_shared",
+                 "_wrong_length")
 
     def __init__(self, tokens: Sequence[int], shared: Doubt | None = None) -> None:
-        """tokens: so far. shared: of all texts of its kind, which it adds to; None: it is the only one."""
+        """tokens: those so far. shared: the sums of all texts of its kind, to which it adds; None: it is the only
+        text."""
         self._index = SuffixIndex(ORDERS, MAX_MATCH, MAX_TEXT)
         self._shared = shared = shared or Doubt()
-        self._right, self._wrong = PRIOR, PRIOR * shared.wrong / max(shared.right, shared.wrong / MAX_DOUBT)
-        self._forced_right, self._forced_wrong = PRIOR_FORCED_RIGHT, PRIOR_FORCED_WRONG
+        self._num_correct = PRIOR_CORRECT
+        self._wrong_length = PRIOR_CORRECT * shared.wrong_length / max(shared.num_correct,
+                                                                       shared.wrong_length / MAX_DOUBT)
+        self._forced_correct, self._forced_wrong = PRIOR_FORCED_CORRECT, PRIOR_FORCED_WRONG
         self._forced: Sequence[int] = ()
         self._index.extend(tokens)
         self._match = self._index.longest(ORDERS[0])
 
     @property
     def doubt(self) -> float:
-        return self._wrong / self._right
+        return self._wrong_length / self._num_correct
 
     def commit(self, tokens: Sequence[int]) -> None:
         """``tokens`` were committed."""
         match, shared = self._match, self._shared
         if self._forced:
-            all_right = all(token == forced for token, forced in zip(tokens, self._forced, strict=False))
-            self._forced_right = FADE * self._forced_right + all_right
-            self._forced_wrong = FADE * self._forced_wrong + (not all_right)
+            all_correct = all(token == forced for token, forced in zip(tokens, self._forced, strict=False))
+            self._forced_correct = DECAY * self._forced_correct + all_correct
+            self._forced_wrong = DECAY * self._forced_wrong + (not all_correct)
         if match is not None:
             predicted = self._index.continuation(match.end, len(tokens))
-            for ahead, (token, prediction) in enumerate(zip(tokens, predicted, strict=True)):
-                right = prediction == token
-                wrong = (not right) * (match.length + ahead)
-                self._right, self._wrong = FADE * self._right + right, FADE * self._wrong + wrong
-                shared.right, shared.wrong = FADE_SHARED * shared.right + right, FADE_SHARED * shared.wrong + wrong
-                if not right:
+            for offset, (token, prediction) in enumerate(zip(tokens, predicted, strict=True)):
+                correct = prediction == token
+                wrong_length = (not correct) * (match.length + offset)
+                self._num_correct = DECAY * self._num_correct + correct
+                self._wrong_length = DECAY * self._wrong_length + wrong_length
+                shared.num_correct = DECAY_SHARED * shared.num_correct + correct
+                shared.wrong_length = DECAY_SHARED * shared.wrong_length + wrong_length
+                if not correct:
                     break
         self._index.extend(tokens)
         self._match = self._index.longest(ORDERS[0])
 
     def chain(self, max_tokens: int, forced: Sequence[int] = ()) -> tuple[list[int], list[float]]:
-        """The predicted next tokens, at most ``max_tokens``, and for each the chance that all up to it are right.
+        """The predicted next tokens, at most ``max_tokens``, and for each the chance that all up to it are correct.
         ``forced``: tokens that a grammar forces."""
         max_tokens = max(0, max_tokens)
         self._forced = forced = forced[:max_tokens]
-        match, trust = self._match, self._forced_right / (self._forced_right + self._forced_wrong) if forced else 1.0
+        match = self._match
+        trust = self._forced_correct / (self._forced_correct + self._forced_wrong) if forced else 1.0
         count = len(forced)
         predicted = [] if match is None else self._index.continuation(match.end, max_tokens)
         if match is None or predicted[:count] != [*forced]:

@@ -68,7 +68,7 @@ class DraftTree:
     __slots__ = ("base", "ids", "parents", "scores", "tokens")
 
     def __init__(self, base: int, tokens: list[int], parents: list[int], ids: list[int], scores: list[float]) -> None:
-        """Of [N] each, which are kept, not copied."""
+        """Lists of N items, which are kept, not copied."""
         self.base = base
         self.tokens = tokens
         self.parents = parents
@@ -104,24 +104,24 @@ class DraftTree:
             words.append(1 << node | words[parent])
         return words
 
-    def follow(self, tokens: Sequence[int]) -> list[int]:
+    def find_path(self, tokens: Sequence[int]) -> list[int]:
         """The nodes that carry ``tokens``, each below the one before and the first below the root, as far as there are
         any."""
         nodes: list[int] = []
-        own, parents = self.tokens, self.parents
-        if len(own) == 1:  # as most are where nothing is drafted
+        node_tokens, parents = self.tokens, self.parents
+        if len(node_tokens) == 1:  # nothing is drafted
             return nodes
-        above, node, count = 0, 1, len(own)
+        parent, node, count = 0, 1, len(node_tokens)
         # One pass: a parent stands before its children, and siblings carry distinct tokens.
         for token in tokens:
-            if token not in own:  # as the last one mostly is
+            if token not in node_tokens:  # as the last one mostly is
                 break
-            while node < count and (own[node] != token or parents[node] != above):
+            while node < count and (node_tokens[node] != token or parents[node] != parent):
                 node += 1
             if node == count:
                 break
             nodes.append(node)
-            above, node = node, node + 1
+            parent, node = node, node + 1
         return nodes
 
     def path(self, node: int) -> list[int]:
@@ -140,9 +140,9 @@ class DraftTree:
 
     def child(self, node: int, token: int) -> int | None:
         """The child of ``node`` that carries ``token``, or None."""
-        for below in range(node + 1, len(self.tokens)):
-            if self.tokens[below] == token and self.parents[below] == node:
-                return below
+        for child in range(node + 1, len(self.tokens)):
+            if self.tokens[child] == token and self.parents[child] == node:
+                return child
         return None
 
     def append(self, ids: Sequence[int], parents: Sequence[int], tokens: Sequence[int],
@@ -202,8 +202,8 @@ class DraftTree:
         root."""
         places = {node: place for place, node in enumerate(keep)}
         places[-1] = -1
-        found = [places.get(self.parents[node]) for node in keep]
-        parents = [parent for parent in found if parent is not None]
+        new_parents = [places.get(self.parents[node]) for node in keep]
+        parents = [parent for parent in new_parents if parent is not None]
         assert keep[0] == 0 and len(parents) == len(keep), "not connected"
         tokens, ids, scores = self.tokens, self.ids, self.scores
         return DraftTree(self.base, [tokens[node] for node in keep], parents, [ids[node] for node in keep],
@@ -225,10 +225,10 @@ class DraftTree:
     def reroot(self, tokens: Sequence[int]) -> DraftTree:
         """The tree after ``tokens`` were committed: the subtree below the last of them if this tree has that path, else
         only the new root. Scores become relative to the new root."""
-        return self.below(self.follow(tokens), tokens)
+        return self.reroot_at(self.find_path(tokens), tokens)
 
-    def below(self, nodes: Sequence[int], tokens: Sequence[int]) -> DraftTree:
-        """As ``reroot``; nodes: what ``follow`` found of ``tokens``."""
+    def reroot_at(self, nodes: Sequence[int], tokens: Sequence[int]) -> DraftTree:
+        """As ``reroot``; nodes: ``find_path`` of ``tokens``."""
         base = self.base + len(tokens)
         if len(nodes) < len(tokens):
             return DraftTree.root_only(base, tokens[-1])
@@ -289,8 +289,8 @@ class Thresholds:
         return self.single < 1.0 or self.acc < 1.0
 
 
-def relaxed(tree: DraftTree, choices: Sequence[int], chances: Sequence[float], coins: Sequence[float],
-            thresholds: Thresholds) -> list[int]:
+def relaxed_choices(tree: DraftTree, choices: Sequence[int], chances: Sequence[float], coins: Sequence[float],
+                    thresholds: Thresholds) -> list[int]:
     """The choices to ``walk`` by: those of the target, replaced by a child's token where a threshold takes the child.
 
     choices: int [N], the target's own. chances: [N], the target's probability of each node's token at its parent (the
@@ -301,23 +301,24 @@ def relaxed(tree: DraftTree, choices: Sequence[int], chances: Sequence[float], c
     for node in range(1, len(tokens)):
         children.setdefault(parents[node], []).append(node)
     result = list(choices)
-    for node, below in children.items():
-        if any(tokens[child] == choices[node] for child in below):
+    for node, siblings in children.items():
+        if any(tokens[child] == choices[node] for child in siblings):
             continue
-        below.sort(key=lambda child: (-scores[child], child))
-        taken = _taken([chances[child] for child in below], coins[node], thresholds)
-        if taken is not None:
-            result[node] = tokens[below[taken]]
+        siblings.sort(key=lambda child: (-scores[child], child))
+        accepted = _accepted([chances[child] for child in siblings], coins[node], thresholds)
+        if accepted is not None:
+            result[node] = tokens[siblings[accepted]]
     return result
 
 
-def _taken(chances: Sequence[float], coin: float, thresholds: Thresholds) -> int | None:
+def _accepted(chances: Sequence[float], coin: float, thresholds: Thresholds) -> int | None:
+    """Which child the thresholds accept, if any. chances: of the children, the best-scored first."""
     share = min(1.0, sum(chances))
     point = share + (1.0 - share) * coin
-    so_far = 0.0
+    cumulative = 0.0
     for place, chance in enumerate(chances):
-        so_far += chance
+        cumulative += chance
         if chance > 0.0 and ((thresholds.single < 1.0 and chance >= thresholds.single)
-                             or (thresholds.acc < 1.0 and point * thresholds.acc <= so_far)):
+                             or (thresholds.acc < 1.0 and point * thresholds.acc <= cumulative)):
             return place
     return None

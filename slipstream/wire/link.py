@@ -407,7 +407,7 @@ class DraftLink:
         outbox: Outbox[DraftBound] = Outbox(self.address, self._max_batches)
         pumps = Pumps(encode_target_frames, decode_draft_frame, target.incarnation, FrameLimits.of(target, draft),
                       self._rules.message_bytes, self.counts, outbox, partial(self._events.received, self),
-                      self._give_up, partial(self._events.full, self), Allowance())
+                      self._give_up, partial(self._events.inbox_full, self), Allowance())
         self._outbox, self._drafter = outbox, draft.drafter
         (self._log.warning if self._problem else self._log.info)("draft link up", drafter=draft.drafter,
                                                                  problem=self._problem)

@@ -110,7 +110,7 @@ class DraftServicer:
             self._last_problems.pop(host_of(context), None)
             pumps = Pumps(encode_draft_frames, decode_target_frame, hello.incarnation, FrameLimits.of(target, hello),
                           self._max_bytes, self.counts, peer, partial(self._events.received, peer),
-                          is_full=partial(self._events.full, peer))
+                          is_full=partial(self._events.inbox_full, peer))
             projection = hello.features.projection if hello.features is not None else None
             weights = encode_projection(projection, self._max_bytes) if projection is not None else ()
             await pumps.run(context, self._wait_drained(), preamble=weights)
