@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from bench.gpu.shapes import LLAMA_8B, SMALL, TINY, Fields, config_of, decoder_shapes, random_tensors, write_folder
-from bench.gpu.stage import Given, capture_of, fused, paged, raced
+from bench.gpu.stage import StageOptions, capture_of, device_race, fused_operations, paged_attention
 from bench.inputs import choice_rows, zipf_logits
 from slipstream.base.config import ModelSection
 from slipstream.choosing.sampling import choose
@@ -123,14 +123,14 @@ def test_attention_over_pages_is_that_of_float64(device: torch.device, heads: in
     for head_dim in (64, 128) if full(device) else (16,):
         config = config_of(fields_of(device) | {"head_dim": head_dim, "num_attention_heads": heads,
                                                 "num_key_value_heads": kv_heads})
-        slots, worst, attention = 6 * longest + 200, 0.0, paged(Given(device), config)
+        slots, worst, attention = 6 * longest + 200, 0.0, paged_attention(StageOptions(device), config)
         for seed in range(3):
-            dice = np.random.default_rng(seed)
-            batch = mixed(dice, slots, longest).build()
+            rng = np.random.default_rng(seed)
+            batch = mixed(rng, slots, longest).build()
             kv = torch.full((slots, 2, kv_heads, head_dim), torch.nan, dtype=torch.bfloat16)
-            known = dice.standard_normal((len(batch.kv_slots), *kv.shape[1:]), np.float32)
+            known = rng.standard_normal((len(batch.kv_slots), *kv.shape[1:]), np.float32)
             kv[batch.kv_slots] = torch.from_numpy(known).bfloat16()
-            q = torch.from_numpy(dice.standard_normal((batch.num_rows, heads, head_dim), np.float32)).bfloat16()
+            q = torch.from_numpy(rng.standard_normal((batch.num_rows, heads, head_dim), np.float32)).bfloat16()
             right = TorchAttention(config, torch.float64).plan(batch)(q.double(), kv.double())
             there = ForwardBatch(batch.host, batch.q_indptr, batch.kv_indptr, batch.mask_lens, device)
             found = attention.plan(there)(q.to(device), kv.to(device)).to("cpu", torch.float64)
@@ -142,14 +142,14 @@ def test_attention_over_pages_is_that_of_float64(device: torch.device, heads: in
 
 @pytest.mark.parametrize(("kind", "in_8_bits"), [("sessions", False), ("nodes", False), ("nodes", True)])
 def test_a_graph_computes_what_it_captured(device: torch.device, kind: str, in_8_bits: bool) -> None:
-    config, given = config_of(fields_of(device)), Given(device)
-    attention, slots = paged(given, config), (CONTEXT + 1) * MOST_ROWS
+    config, options = config_of(fields_of(device)), StageOptions(device)
+    attention, slots = paged_attention(options, config), (CONTEXT + 1) * MOST_ROWS
     tensors = random_tensors(decoder_shapes(config), torch.bfloat16, REFERENCE)
     ops = operations_for("auto", config, torch.bfloat16, device)
     model = Decoder.from_tensors(config, tensors, torch.bfloat16, device, ops, attention)
     if in_8_bits:
         with_fp8(model, rounding_for("auto", config, device))
-    captured = GraphedDecoder(model, attention, capture_of(given))
+    captured = GraphedDecoder(model, attention, capture_of(options))
     pairs = list(zip(sweep(Subject.of(Spoiling(captured), slots + captured.spare_slots), kind, sizes_of(device)),
                      sweep(Subject.of(model, slots), kind, sizes_of(device)), strict=True))
     worst = max(float(relative(found, right).max()) for (found, _), (right, _) in pairs)
@@ -161,7 +161,7 @@ def test_a_graph_computes_what_it_captured(device: torch.device, kind: str, in_8
 @pytest.mark.parametrize("shape", FUSED)
 def test_fused_operations_are_torchs(device: torch.device, shape: str) -> None:
     """Of a row's largest number, in steps of bfloat16 there; what is not written where torch writes is infinite."""
-    config, operations, largest = config_of(FUSED[shape] if full(device) else TINY), fused(device), 0.0
+    config, operations, largest = config_of(FUSED[shape] if full(device) else TINY), fused_operations(device), 0.0
     for rows in (1, 9, 64, 4096) if full(device) else (1, 9):
         for _, found, right in compared(operations, config, torch.bfloat16, device, rows):
             wide = right.float().nan_to_num(0.0)
@@ -174,7 +174,7 @@ def test_fused_operations_are_torchs(device: torch.device, shape: str) -> None:
 
 @pytest.mark.parametrize("columns", WIDTHS)
 def test_rounding_to_8_bits_is_torchs(device: torch.device, columns: int) -> None:
-    differ, rounding = 0, rounded if fused(device) is TORCH else triton_rounding()
+    differ, rounding = 0, rounded if fused_operations(device) is TORCH else triton_rounding()
     for _, found, right in rounded_rows(rounding, columns if full(device) else 64, device):
         differ += int((found != right).sum())
     told(f"rounding to 8 bits, {columns} columns: other bits", differ, "numbers")
@@ -184,7 +184,7 @@ def test_rounding_to_8_bits_is_torchs(device: torch.device, columns: int) -> Non
 def race_of(device: torch.device, whose: str) -> races.DeviceRace | Specified:
     width, each = COLUMNS[whose] if full(device) else (300, COLUMNS[whose][1])
     vocabulary = None if each == 1 else each * torch.arange(width, device=device) + 1
-    return raced(device, width, vocabulary) or Specified(width, vocabulary)
+    return device_race(device, width, vocabulary) or Specified(width, vocabulary)
 
 
 @pytest.mark.parametrize("whose", COLUMNS)
@@ -214,7 +214,7 @@ def test_a_choice_by_kernels_does_not_heed_its_company(device: torch.device) -> 
 def test_children_by_kernels_can_be_captured(device: torch.device) -> None:
     race, rows, k = race_of(device, "of a head"), 8, 8
     logits, ids = torch.zeros(rows, race.width, device=device), torch.zeros(rows, k, dtype=torch.int64, device=device)
-    replay = capture_of(Given(device))(lambda: ids.copy_(race.children(logits, k)[0]))
+    replay = capture_of(StageOptions(device))(lambda: ids.copy_(race.children(logits, k)[0]))
     for seed in range(3):
         logits.copy_(zipf_logits(rows, race.width, seed))
         replay()
@@ -224,10 +224,10 @@ def test_children_by_kernels_can_be_captured(device: torch.device) -> None:
 @pytest.mark.parametrize(("name", "rows", "columns"), PRODUCTS)
 def test_products_in_8_bits_are_their_specification(device: torch.device, name: str, rows: int, columns: int) -> None:
     rows, columns = (rows, columns) if full(device) else (48, 32)
-    dice = torch.Generator(device).manual_seed(0)
+    rng = torch.Generator(device).manual_seed(0)
 
     def numbers(count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return rounded(torch.randn(count, columns, dtype=torch.bfloat16, device=device, generator=dice))
+        return rounded(torch.randn(count, columns, dtype=torch.bfloat16, device=device, generator=rng))
 
     weight = numbers(rows)
     for count in (1, 64):

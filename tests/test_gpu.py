@@ -1,4 +1,4 @@
-"""``make gpu`` on a device that every machine has: each piece runs whole, sees what it should, and dies alone."""
+"""``make gpu`` on a device that every machine has: each job runs whole, sees what it should, and dies alone."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ import torch
 from bench.asking import ask
 from bench.gpu import machine, served
 from bench.gpu.__main__ import main, run
+from bench.gpu.job import Job
 from bench.gpu.pace import head_of
-from bench.gpu.piece import Piece
 from bench.gpu.profile import waits
 from bench.gpu.shapes import LLAMA_8B, config_of, head_bytes, read_bytes
-from bench.gpu.stage import Finding, Given, busy_s, by_kernel
-from bench.gpu.stages import PIECES
+from bench.gpu.stage import Finding, StageOptions, busy_s, by_kernel
+from bench.gpu.stages import JOBS
 from slipstream.drafting.graph import GraphBackend
 
-GIVEN = Given(torch.device("cpu"), full=False, repeats=1)
-TRIED = ("kernel 64x7", "profile 64", "fused 9")  # of stages with several shapes, one is enough here
-HERE = [piece for piece in PIECES if piece.stage != "suite" and (not piece.shape or piece.name in TRIED)]
+OPTIONS = StageOptions(torch.device("cpu"), full=False, repeats=1)
+SHAPES_HERE = ("kernel 64x7", "profile 64", "fused 9")  # of stages with several shapes, one is enough here
+LOCAL_JOBS = [job for job in JOBS if job.stage != "suite" and (not job.shape or job.name in SHAPES_HERE)]
 
 
-@pytest.mark.parametrize("piece", HERE, ids=lambda piece: piece.name)
-def test_every_stage_runs_anywhere(piece: Piece) -> None:
-    found = list(piece.find(replace(GIVEN, shape=piece.shape)))
+@pytest.mark.parametrize("job", LOCAL_JOBS, ids=lambda job: job.name)
+def test_every_stage_runs_anywhere(job: Job) -> None:
+    found = list(job.function(replace(OPTIONS, shape=job.shape)))
     assert found
     for finding in found:
         if "same as plain" in finding.what and finding.expected:
@@ -47,26 +47,26 @@ def test_every_stage_runs_anywhere(piece: Piece) -> None:
             assert float(finding.value) < float(finding.expected.removeprefix("< ")), finding
 
 
-def aborts(_: Given) -> Iterator[Finding]:
+def aborts(_: StageOptions) -> Iterator[Finding]:
     yield Finding("began", "yes")
     os.abort()
 
 
-def hangs(_: Given) -> Iterator[Finding]:
+def hangs(_: StageOptions) -> Iterator[Finding]:
     yield Finding("began", "yes")
     time.sleep(600.0)
 
 
-def crashes(_: Given) -> Iterator[Finding]:
+def crashes(_: StageOptions) -> Iterator[Finding]:
     yield Finding("began", "yes")
     ctypes.string_at(0)
 
 
 def test_an_abort_a_hang_and_a_crash_cost_their_own_rows_only(tmp_path: Path) -> None:
-    by_name = {piece.name: piece for piece in PIECES}
-    broken = [Piece(find.__name__, f"{__name__}:{find.__name__}", limit_s)
-              for find, limit_s in ((aborts, 30.0), (hangs, 1.0), (crashes, 30.0))]
-    rows = run([*broken, by_name["fused 1"]], GIVEN, tmp_path, 300.0)
+    by_name = {job.name: job for job in JOBS}
+    broken = [Job(stage.__name__, f"{__name__}:{stage.__name__}", limit_s)
+              for stage, limit_s in ((aborts, 30.0), (hangs, 1.0), (crashes, 30.0))]
+    rows = run([*broken, by_name["fused 1"]], OPTIONS, tmp_path, 300.0)
     died = [(row["stage"], row["value"]) for row in rows if row["what"] == "DIED"]
     assert died == [("aborts", "signal 6 (SIGABRT)"), ("aborts", "once more: signal 6 (SIGABRT)"),
                     ("hangs", "killed: it took longer than 1 s"),
@@ -81,7 +81,7 @@ def test_an_abort_a_hang_and_a_crash_cost_their_own_rows_only(tmp_path: Path) ->
 
 
 def test_what_does_not_come_to_its_turn_is_named(tmp_path: Path) -> None:
-    assert [row["what"] for row in run(PIECES[:2], GIVEN, tmp_path, -1.0)] == ["not run", "not run"]
+    assert [row["what"] for row in run(JOBS[:2], OPTIONS, tmp_path, -1.0)] == ["not run", "not run"]
 
 
 def test_a_stage_that_is_not_known_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,26 +96,27 @@ def test_the_large_shapes_weigh_what_they_are_known_to() -> None:
     assert 0.74e9 < head_bytes(config, 32_000, 2) < 0.76e9
 
 
-def test_of_answers_nothing_counts_that_a_first_time_costs_and_each_way_is_told_when_it_is_over(
+def test_graphs_are_captured_before_answers_count_and_each_mode_is_reported_when_it_ends(
         monkeypatch: pytest.MonkeyPatch) -> None:
-    made, asked, found = list[GraphBackend](), list[int](), list[Finding]()
-    def heard(*args: Any, **kwargs: Any) -> Any:
-        asked.append(len(made[0].graphs()))
+    backends, num_graphs, found = list[GraphBackend](), list[int](), list[Finding]()
+
+    def counting_ask(*args: Any, **kwargs: Any) -> Any:
+        num_graphs.append(len(backends[0].graphs()))
         return ask(*args, **kwargs)
 
-    def kept(*args: Any) -> Any:
-        network, levels = head_of(*args)
-        made.append(levels)
-        return network, levels
+    def recording_head_of(*args: Any) -> Any:
+        network, backend = head_of(*args)
+        backends.append(backend)
+        return network, backend
 
-    monkeypatch.setattr(served, "ask", heard)
-    monkeypatch.setattr(served, "head_of", kept)
-    for finding in served.served_stage(replace(GIVEN, shape="2")):
+    monkeypatch.setattr(served, "ask", counting_ask)
+    monkeypatch.setattr(served, "head_of", recording_head_of)
+    for finding in served.served_stage(replace(OPTIONS, shape="2")):
         if finding.what.endswith("host busy"):
             found.append(finding)
-            assert len(asked) == 2 * (len(served.WAYS) + len(found))
-    assert [finding.what.rpartition(":")[0] for finding in found] == list(served.WAYS)
-    assert set(asked) == {2}  # trees of one answer and of two
+            assert len(num_graphs) == 2 * (len(served.MODES) + len(found))
+    assert [finding.what.rpartition(":")[0] for finding in found] == list(served.MODES)
+    assert set(num_graphs) == {2}  # trees of one answer and of two
 
 
 SUITE = """
@@ -125,7 +126,7 @@ def test_a_number():
     print("\\n= largest error | 0.5 | rms")
 
 def test_that_waits(pytestconfig):
-    while not Path(__file__).with_name("heard").exists():
+    while not Path(__file__).with_name("first_found").exists():
         pass
 
 def test_a_lie():
@@ -134,15 +135,15 @@ def test_a_lie():
 OPTION = "def pytest_addoption(parser):\n    parser.addoption('--device')\n"
 
 
-def test_what_the_suite_says_is_told_while_it_runs_and_what_fails_by_name(tmp_path: Path,
-                                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_of_the_suite_are_found_while_it_runs_and_failures_by_name(tmp_path: Path,
+                                                                       monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "test_some.py"
     file.write_text(SUITE)
     (tmp_path / "conftest.py").write_text(OPTION)
     monkeypatch.setattr(machine, "DEVICE_TESTS", (str(file),))
-    found = machine.suite_stage(GIVEN)
+    found = machine.suite_stage(OPTIONS)
     assert next(found) == Finding("largest error", 0.5, "rms")
-    (tmp_path / "heard").touch()
+    (tmp_path / "first_found").touch()
     failed, passed, not_passed, code, _ = found
     assert failed.what.endswith("test_some.py::test_a_lie") and "one is not two" in str(failed.value)
     assert (passed.value, not_passed.value, code.value) == (2, 1, 1)

@@ -30,9 +30,9 @@ missing = {top for top, owners in metadata.packages_distributions().items() if n
 for name in [name for name in sys.modules if name.partition(".")[0] in missing]:
     del sys.modules[name]
 sys.modules.update(dict.fromkeys(missing))  # to import one fails
-from bench.gpu.stages import PIECES
-for piece in PIECES:
-    piece.find
+from bench.gpu.stages import JOBS
+for job in JOBS:
+    job.function
 print(*sorted(missing))
 """
 

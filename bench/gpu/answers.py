@@ -21,7 +21,7 @@ import numpy as np
 
 from bench.asking import SETS, read_questions
 from bench.gpu.shapes import SMALL, TINY, write_folder
-from bench.gpu.stage import Finding, Given, free, untried
+from bench.gpu.stage import Finding, StageOptions, free_memory, without_trial
 from router_service.text.tokens import TextCodec
 from slipstream.base.config import DraftSection, Dtype, ModelSection
 from slipstream.drafting import create
@@ -37,8 +37,8 @@ TEMPERATURES = {"greedy": 0.0, "T = 1": 1.0}
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A model folder, what it is asked, and who drafts: fields of ``DraftSection`` by name."""
+class Workload:
+    """A model folder, its prompts, and by name the fields of each drafter's ``DraftSection``."""
 
     folder: Path
     prompts: list[list[int]]
@@ -46,62 +46,64 @@ class Asked:
     max_tokens: int
 
 
-def real(folder: Path) -> Asked:
+def real_workload(folder: Path) -> Workload:
     codec, head = TextCodec(folder), head_for(str(folder))
     drafters = {"ngram": {"drafter": "ngram"}} | (
         {"head": {"drafter": "eagle3", "model": head.name}} if head is not None else {})
     prompts = [codec.chat([{"role": "user", "content": text}]) for text in read_questions(SETS, "copy", 6)]
-    return Asked(folder, prompts, drafters, 128)
+    return Workload(folder, prompts, drafters, 128)
 
 
-def random(folder: Path, full: bool) -> Asked:
-    dice = np.random.default_rng(0)
-    prompts = [dice.integers(2, 100, size=24).tolist() for _ in range(4 if full else 2)]
+def random_workload(folder: Path, full: bool) -> Workload:
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(2, 100, size=24).tolist() for _ in range(4 if full else 2)]
     drafters = {"ngram": {"drafter": "ngram"}, "itself": {"drafter": "standalone", "model": str(folder)}}
-    return Asked(write_folder(folder, SMALL if full else TINY), prompts, drafters, 64 if full else 12)
+    return Workload(write_folder(folder, SMALL if full else TINY), prompts, drafters, 64 if full else 12)
 
 
-def answers_stage(given: Given) -> Iterator[Finding]:
+def answers_stage(options: StageOptions) -> Iterator[Finding]:
     with tempfile.TemporaryDirectory() as scratch:
-        asked = random(Path(scratch) / "random", given.full) if given.model is None else real(given.model)
+        workload = (random_workload(Path(scratch) / "random", options.full) if options.model is None
+                    else real_workload(options.model))
         for dtype in DTYPES:
-            yield from _in(dtype, asked, str(given.device))
-            free()
+            yield from _compare(dtype, workload, str(options.device))
+            free_memory()
 
 
-def _in(dtype: Dtype, asked: Asked, device: str) -> Iterator[Finding]:
-    slots = max(slots_needed([prompt], asked.max_tokens) for prompt in asked.prompts)
-    model = ModelSection(path=str(asked.folder), dtype=dtype, device=device)
-    served = graphed(load_model(asked.folder, model))  # with graphs where they can be, as in a target
+def _compare(dtype: Dtype, workload: Workload, device: str) -> Iterator[Finding]:
+    slots = max(slots_needed([prompt], workload.max_tokens) for prompt in workload.prompts)
+    model = ModelSection(path=str(workload.folder), dtype=dtype, device=device)
+    served = graphed(load_model(workload.folder, model))  # with graphs where possible, as in a target
     runner = ModelRunner(served, slots, served.spare_slots if isinstance(served, GraphedDecoder) else 0,
-                         race_for("auto", served.config, served.device, proof=untried))
+                         race_for("auto", served.config, served.device, proof=without_trial))
     for mode, temperature in TEMPERATURES.items():
-        right, plain_rate, _ = _answers(runner, Rounds(runner, None, asked.max_tokens, temperature), asked.prompts, 0)
+        plain = Rounds(runner, None, workload.max_tokens, temperature)
+        expected, plain_rate, _ = _answer_all(runner, plain, workload.prompts, 0)
         yield Finding(f"{dtype} {mode}: plain", plain_rate, "tokens/s")
-        for name, fields in asked.drafters.items():
+        for name, fields in workload.drafters.items():
             section = DraftSection.model_validate({"dtype": dtype, "device": device, **fields})
-            rounds = Rounds(runner, create(section, model, 2 * slots), asked.max_tokens, temperature)
-            found, rate, length = _answers(runner, rounds, asked.prompts, section.growth.num_draft_tokens)
+            rounds = Rounds(runner, create(section, model, 2 * slots), workload.max_tokens, temperature)
+            found, rate, length = _answer_all(runner, rounds, workload.prompts, section.growth.num_draft_tokens)
             what = f"{dtype} {mode}, {name}"
-            same = sum(_alike(a, b) for a, b in zip(right, found, strict=True))
-            yield Finding(f"{what}: same as plain", same, f"of {len(right)}",
-                          str(len(right)) if dtype == "float32" else "")
+            same = sum(_same(a, b) for a, b in zip(expected, found, strict=True))
+            yield Finding(f"{what}: same as plain", same, f"of {len(expected)}",
+                          str(len(expected)) if dtype == "float32" else "")
             yield Finding(f"{what}: acceptance length", length, "tokens")
             yield Finding(f"{what}: speed", rate, "tokens/s")
             yield Finding(f"{what}: by plain", rate / plain_rate, "ratio")
 
 
-def _alike(a: Sequence[int], b: Sequence[int]) -> bool:
+def _same(a: Sequence[int], b: Sequence[int]) -> bool:
     # The last round of an answer may run past the limit: only what both have counts.
     return list(a[:len(b)]) == list(b[:len(a)])
 
 
-def _answers(runner: ModelRunner, rounds: Rounds, prompts: Sequence[Sequence[int]],
-             nodes: int) -> tuple[list[list[int]], float, float]:
-    """The answers, one at a time; tokens a second, prefill included; and the acceptance length."""
-    rounds.answer(prompts[:1], nodes, Tally())
+def _answer_all(runner: ModelRunner, rounds: Rounds, prompts: Sequence[Sequence[int]],
+                num_draft_tokens: int) -> tuple[list[list[int]], float, float]:
+    """Answer one prompt at a time. Returns answers, tokens a second (prefill included) and the acceptance length."""
+    rounds.answer(prompts[:1], num_draft_tokens, Tally())
     if isinstance(runner.model, GraphedDecoder):  # a drafter that reads states has graphs of its own
         runner.model.warm(runner.pool, 1, runner.taps)
-    tally, began = Tally(), perf_counter()
-    answers = [rounds.answer([prompt], nodes, tally)[0] for prompt in prompts]
-    return answers, sum(map(len, answers)) / (perf_counter() - began), tally.acceptance.length
+    tally, began_s = Tally(), perf_counter()
+    answers = [rounds.answer([prompt], num_draft_tokens, tally)[0] for prompt in prompts]
+    return answers, sum(map(len, answers)) / (perf_counter() - began_s), tally.acceptance.length

@@ -3,7 +3,7 @@ take, a step of an 8B model, a tree of its head, a layer?
 
 Rules:
 1. A time is what a service would see: from the host's lists to numbers on the host again.
-2. Beside it stands the time in which the device computed: the difference is what the device waits for the host.
+2. Next to it is the time in which the device computed: in the rest, the device waits for the host.
 3. The roof of a step is the time of a copy of the bytes that it must read.
 4. Without FlashInfer or Triton on a GPU their stages fail, and say why; in a rehearsal torch stands in their place.
 
@@ -23,21 +23,21 @@ from numpy.typing import NDArray
 from bench.clock import Part
 from bench.gpu.shapes import LLAMA_8B, decoder_shapes, head_bytes, random_head, random_tensors, read_bytes
 from bench.gpu.stage import (
-    MOST_KERNELS,
+    MAX_KERNELS,
     Finding,
-    Given,
+    StageOptions,
     busy_s,
     by_kernel,
     capture_of,
     copy_rate,
     device_events,
-    free,
-    fused,
-    paged,
+    device_race,
+    free_memory,
+    fused_operations,
+    median_s,
+    paged_attention,
     pool_for,
-    raced,
-    seconds,
-    untried,
+    without_trial,
 )
 from bench.inputs import SAMPLINGS, answer_slots, chains, choice_rows, zipf_logits
 from slipstream.base.config import GrowthSection
@@ -68,7 +68,7 @@ LAYERS = 16  # of one graph: what its start takes is shared among them
 
 
 def stepper(model: CausalModel, slots: int) -> Callable[[int, int, int], Part]:
-    """Steps of a model with random KV, by how many answers, rows of each (a chain), and tokens behind which."""
+    """Steps of a model with random KV, by number of answers, rows of each (a chain), and tokens of context."""
     pool = pool_for(model, slots)
 
     @torch.inference_mode()
@@ -79,121 +79,123 @@ def stepper(model: CausalModel, slots: int) -> Callable[[int, int, int], Part]:
     return lambda answers, rows, context: partial(run, answer_slots(answers, rows, context), rows)
 
 
-def graphed(given: Given, in_8_bits: bool = False) -> GraphedDecoder:
-    """A decoder of the large shape, its steps captured. in_8_bits: the products of its layers."""
-    config, attention = given.config, paged(given, given.config)
-    model = decoder_of(config, given, attention)
-    if in_8_bits:
-        with_fp8(model, rounding_for("auto", config, given.device, untried))
-        free()
-    return GraphedDecoder(model, attention, capture_of(given))
+def graphed(options: StageOptions, fp8: bool = False) -> GraphedDecoder:
+    """A decoder of the large shape, its steps captured. fp8: for the products of its layers."""
+    config, attention = options.config, paged_attention(options, options.config)
+    model = decoder_of(config, options, attention)
+    if fp8:
+        with_fp8(model, rounding_for("auto", config, options.device, without_trial))
+        free_memory()
+    return GraphedDecoder(model, attention, capture_of(options))
 
 
-def head_of(given: Given, growth: GrowthSection, slots: int, sessions: int) -> tuple[EagleNetwork, GraphBackend]:
+def head_of(options: StageOptions, growth: GrowthSection, slots: int,
+            sessions: int) -> tuple[EagleNetwork, GraphBackend]:
     """An EAGLE-3 head for it with random weights, and what captures trees of at most so many sessions."""
-    head = random_head(given.config, given.draft_vocab, torch.bfloat16, given.device)
+    head = random_head(options.config, options.draft_vocab, torch.bfloat16, options.device)
     levels = growth.num_steps - 1
-    vocabulary = some_tokens(head.vocabulary, head.config.vocab_size, given.device)
-    race = race_for("auto", head.config, given.device, vocabulary, untried)
-    network = EagleNetwork(head, "bfloat16", given.device, slots, True,
-                           operations_for("auto", head.config, torch.bfloat16, given.device, untried),
+    vocabulary = some_tokens(head.vocabulary, head.config.vocab_size, options.device)
+    race = race_for("auto", head.config, options.device, vocabulary, without_trial)
+    network = EagleNetwork(head, "bfloat16", options.device, slots, True,
+                           operations_for("auto", head.config, torch.bfloat16, options.device, without_trial),
                            spare_slots=spare_slots(growth.topk, levels), race=race)
-    return network, GraphBackend(network, paged(given, head.config), growth.topk, levels, capture_of(given),
-                                sessions)
+    return network, GraphBackend(network, paged_attention(options, head.config), growth.topk, levels,
+                                 capture_of(options), sessions)
 
 
-def decoder_of(config: ModelConfig, given: Given, attention: Attention | None = None) -> Decoder:
-    """One of any shape, with random weights."""
-    return Decoder(config, random_tensors(decoder_shapes(config), torch.bfloat16, given.device),
-                   operations_for("auto", config, torch.bfloat16, given.device, untried), attention)
+def decoder_of(config: ModelConfig, options: StageOptions, attention: Attention | None = None) -> Decoder:
+    """A decoder of any shape with random weights."""
+    return Decoder(config, random_tensors(decoder_shapes(config), torch.bfloat16, options.device),
+                   operations_for("auto", config, torch.bfloat16, options.device, without_trial), attention)
 
 
-def steps_of(model: CausalModel, given: Given, expected: str = ">= 0.80", layer_itemsize: int = 0,
+def steps_of(model: CausalModel, options: StageOptions, expected: str = ">= 0.80", layer_itemsize: int = 0,
              spare_slots: int = 0) -> Iterator[Finding]:
     """Plain steps, trees by plain steps, and steps of several sessions. ``layer_itemsize``: see ``read_bytes``."""
-    deep, rate = DEEP if given.full else 32, copy_rate(given)
+    deep, rate = DEEP if options.full else 32, copy_rate(options)
     step = stepper(model, int(max(answer_slots(max(SESSIONS), 1, deep).max(), LONG)) + 1 + spare_slots)
-    for context in given.few((CONTEXT, LONG)):
+    for context in options.narrowed((CONTEXT, LONG)):
         roof_s, what = read_bytes(model.config, 2, context, layer_itemsize) / rate, f"1 row behind {context}"
-        taken_s = seconds(step(1, 1, context), given.device, given.repeats)
+        taken_s = median_s(step(1, 1, context), options.device, options.repeats)
         yield Finding(what, 1e3 * taken_s, "ms")
         yield Finding(f"{what}: of the copy roof", roof_s / taken_s, "share", expected)
-        yield from work(what, step(1, 1, context), given, roof_s)
-    plain_s = seconds(step(1, 1, CONTEXT), given.device, given.repeats)
-    for rows in given.few(ROWS[1:]):
-        taken_s = seconds(step(1, rows, CONTEXT), given.device, given.repeats)
+        yield from device_work(what, step(1, 1, context), options, roof_s)
+    plain_s = median_s(step(1, 1, CONTEXT), options.device, options.repeats)
+    for rows in options.narrowed(ROWS[1:]):
+        taken_s = median_s(step(1, rows, CONTEXT), options.device, options.repeats)
         yield Finding(f"{rows} rows by 1 row", taken_s / plain_s, "ratio", RATIOS.get(rows, ""))
-    yield from work("64 rows", step(1, 64, CONTEXT), given)
-    for count in given.few(SESSIONS):
-        taken_s = seconds(step(count, 1, deep), given.device, given.repeats)
+    yield from device_work("64 rows", step(1, 64, CONTEXT), options)
+    for count in options.narrowed(SESSIONS):
+        taken_s = median_s(step(count, 1, deep), options.device, options.repeats)
         yield Finding(f"{count} sessions behind {deep}", count / taken_s, "tokens/s", RATES.get(count, ""))
-    free()
+    free_memory()
 
 
-def decode_stage(given: Given) -> Iterator[Finding]:
-    yield from steps_of(decoder_of(given.config, given), given)
+def decode_stage(options: StageOptions) -> Iterator[Finding]:
+    yield from steps_of(decoder_of(options.config, options), options)
 
 
-def graphs_stage(given: Given) -> Iterator[Finding]:
-    model = graphed(given)
-    yield from steps_of(model, given, spare_slots=model.spare_slots)
+def graphs_stage(options: StageOptions) -> Iterator[Finding]:
+    model = graphed(options)
+    yield from steps_of(model, options, spare_slots=model.spare_slots)
 
 
-def fp8_stage(given: Given) -> Iterator[Finding]:
-    """Captured, of a model whose layers have products in 8 bits."""
-    model = graphed(given, in_8_bits=True)
-    yield from steps_of(model, given, ">= 0.70", layer_itemsize=1, spare_slots=model.spare_slots)
+def fp8_stage(options: StageOptions) -> Iterator[Finding]:
+    """Captured steps of a model whose layers have products in 8 bits."""
+    model = graphed(options, fp8=True)
+    yield from steps_of(model, options, ">= 0.70", layer_itemsize=1, spare_slots=model.spare_slots)
 
 
-def work(what: str, step: Part, given: Given, roof_s: float = 0.0, most: int = 0) -> Iterator[Finding]:
-    """How long the device computed: what the time of the step has above it, the device waits for the host. most:
-    kernels that are listed."""
-    if events := device_events(step, given.device):
+def device_work(what: str, step: Part, options: StageOptions, roof_s: float = 0.0,
+                max_kernels: int = 0) -> Iterator[Finding]:
+    """How long the device computed; in the rest of the step's time it waits for the host. max_kernels: how many are
+    listed."""
+    if events := device_events(step, options.device):
         yield Finding(f"{what}: device computes", 1e3 * busy_s(events), "ms")
         yield Finding(f"{what}: kernels and copies", len(events))
         if roof_s:
             yield Finding(f"{what}: of the copy roof without the host", roof_s / busy_s(events), "share")
-        yield from by_kernel(what, events, most)
+        yield from by_kernel(what, events, max_kernels)
 
 
-def choose_stage(given: Given) -> Iterator[Finding]:
-    vocab = LLAMA_8B["vocab_size"] if given.full else 4096
+def choose_stage(options: StageOptions) -> Iterator[Finding]:
+    vocab = LLAMA_8B["vocab_size"] if options.full else 4096
     assert isinstance(vocab, int)
-    logits = zipf_logits(max(ROWS), vocab).to(given.device)
-    race = raced(given.device, vocab)
+    logits = zipf_logits(max(ROWS), vocab).to(options.device)
+    race = device_race(options.device, vocab)
     for name, sampling in SAMPLINGS.items():
-        for rows in given.few((1, 9, 64)):
-            asked, what = choice_rows(sampling, rows), f"{name}, {rows} rows of {vocab} tokens"
-            choosing = partial(choose, logits[:rows], asked)
-            yield Finding(what, 1e6 * seconds(choosing, given.device, given.repeats), "us")
-            if all(supports(session, True, vocab) for session in asked):
-                ours = f"{what}, by kernels of our own"
-                choosing = partial(choose, logits[:rows], asked, None, race)
-                yield Finding(ours, 1e6 * seconds(choosing, given.device, given.repeats), "us", "< 200 on H100")
-                yield from work(ours, choosing, given)
+        for rows in options.narrowed((1, 9, 64)):
+            choices, what = choice_rows(sampling, rows), f"{name}, {rows} rows of {vocab} tokens"
+            choosing = partial(choose, logits[:rows], choices)
+            yield Finding(what, 1e6 * median_s(choosing, options.device, options.repeats), "us")
+            if all(supports(session, True, vocab) for session in choices):
+                label = f"{what}, by kernels of our own"
+                choosing = partial(choose, logits[:rows], choices, None, race)
+                yield Finding(label, 1e6 * median_s(choosing, options.device, options.repeats), "us", "< 200 on H100")
+                yield from device_work(label, choosing, options)
             elif (name, rows) == LISTED:
-                yield from work(what, choosing, given, most=MOST_KERNELS // 2)
+                yield from device_work(what, choosing, options, max_kernels=MAX_KERNELS // 2)
 
 
-def tree_stage(given: Given) -> Iterator[Finding]:
-    growth = GrowthSection(num_steps=STEPS if given.full else 4, topk=TOPK, num_draft_tokens=NODES)
+def tree_stage(options: StageOptions) -> Iterator[Finding]:
+    growth = GrowthSection(num_steps=STEPS if options.full else 4, topk=TOPK, num_draft_tokens=NODES)
     steps = growth.num_steps
-    network, at_once = head_of(given, growth, 2 * CONTEXT + 2 * spare_slots(TOPK, steps - 1), 1)
-    roof_s = (steps - 1) * head_bytes(given.config, given.draft_vocab, 2) / copy_rate(given)
+    network, at_once = head_of(options, growth, 2 * CONTEXT + 2 * spare_slots(TOPK, steps - 1), 1)
+    roof_s = (steps - 1) * head_bytes(options.config, options.draft_vocab, 2) / copy_rate(options)
     yield Finding("roof of the levels", 1e3 * roof_s, "ms")
-    for way, sampling in (("", Sampling()), ("T = 1, ", Sampling(temperature=1.0, seed=7))):
+    for prefix, sampling in (("", Sampling()), ("T = 1, ", Sampling(temperature=1.0, seed=7))):
         trees = []
-        for name, loop in ((f"{way}at once", at_once), (f"{way}level by level", None)):
+        for name, loop in ((f"{prefix}at once", at_once), (f"{prefix}level by level", None)):
             grower = Grower(NeuralDrafter("eagle3", network, growth, 4, backend=loop), sampling)
             trees.append(grower())
-            taken_s = seconds(grower, given.device, given.repeats)
+            taken_s = median_s(grower, options.device, options.repeats)
             yield Finding(f"{name}: {steps} levels of {TOPK} rows", 1e3 * taken_s, "ms",
                           "<= 3.0 on H100, 2.2 on H200" if loop else "")
-            yield from work(name, grower, given, most=MOST_KERNELS)
+            yield from device_work(name, grower, options, max_kernels=MAX_KERNELS)
             grower.drafter.close([1])
-        yield Finding(f"{way}nodes in both trees", len(set(trees[0]) & set(trees[1])), f"of {len(set(trees[1]))}",
+        yield Finding(f"{prefix}nodes in both trees", len(set(trees[0]) & set(trees[1])), f"of {len(set(trees[1]))}",
                       "all but for equal scores")
-    free()
+    free_memory()
 
 
 class Grower:
@@ -218,30 +220,30 @@ class Grower:
         return Features(1, start, rows.view(torch.uint8).numpy().tobytes(), count, "bfloat16")
 
 
-def fused_stage(given: Given) -> Iterator[Finding]:
-    """``given.shape``: rows."""
-    operations, rows = fused(given.device), int(given.shape)
-    took = {}
+def fused_stage(options: StageOptions) -> Iterator[Finding]:
+    """``options.shape``: rows."""
+    operations, rows = fused_operations(options.device), int(options.shape)
+    times_s = {}
     for name, ops in (("torch's", TORCH), ("fused", operations)):
-        run, what = layers_in_graph(ops, given, rows), f"{LAYERS} layers of {rows} rows, {name} operations"
-        took[name] = seconds(run, given.device, given.repeats)
-        yield Finding(what, 1e3 * took[name], "ms")
-        yield from work(what, run, given)
-        free()
-    yield Finding(f"layers of {rows} rows, fused by torch's", took["fused"] / took["torch's"], "ratio", "< 1")
+        run, what = layers_in_graph(ops, options, rows), f"{LAYERS} layers of {rows} rows, {name} operations"
+        times_s[name] = median_s(run, options.device, options.repeats)
+        yield Finding(what, 1e3 * times_s[name], "ms")
+        yield from device_work(what, run, options)
+        free_memory()
+    yield Finding(f"layers of {rows} rows, fused by torch's", times_s["fused"] / times_s["torch's"], "ratio", "< 1")
 
 
-def layers_in_graph(ops: LayerOps, given: Given, rows: int) -> Part:
+def layers_in_graph(ops: LayerOps, options: StageOptions, rows: int) -> Part:
     """``LAYERS`` layers of random weights on random rows; each reads weights that no cache holds."""
-    config = given.config
+    config = options.config
     single = replace(config, num_layers=1)
     tensors = random_tensors({name: shape for name, shape in decoder_shapes(single).items() if ".layers." in name},
-                             torch.bfloat16, given.device)
+                             torch.bfloat16, options.device)
     layer = DecoderLayer(LayerWeights.from_tensors(single, tensors, "model.layers.0", linear), ops)
-    kv = torch.zeros(rows, 2, config.num_kv_heads, config.head_dim, dtype=torch.bfloat16, device=given.device)
-    states = torch.randn(rows, config.hidden_size, dtype=torch.bfloat16, device=given.device)
-    places = torch.arange(rows, device=given.device)
-    step = Step(places, places, Rope(config, torch.bfloat16, given.device), lambda q, kv: q.reshape(rows, -1))
+    kv = torch.zeros(rows, 2, config.num_kv_heads, config.head_dim, dtype=torch.bfloat16, device=options.device)
+    states = torch.randn(rows, config.hidden_size, dtype=torch.bfloat16, device=options.device)
+    places = torch.arange(rows, device=options.device)
+    step = Step(places, places, Rope(config, torch.bfloat16, options.device), lambda q, kv: q.reshape(rows, -1))
 
     @torch.inference_mode()
     def run() -> None:
@@ -249,5 +251,5 @@ def layers_in_graph(ops: LayerOps, given: Given, rows: int) -> Part:
         for _ in range(LAYERS):
             x, read = layer(x, read, step, kv, layer.weights.norm)
 
-    kept = (run, capture_of(given)(run))  # a graph holds none of the tensors that it reads
-    return lambda: kept[1]()
+    run_and_replay = (run, capture_of(options)(run))  # a graph holds none of the tensors that it reads: ``run`` does
+    return lambda: run_and_replay[1]()

@@ -63,9 +63,9 @@ def head_shapes(config: ModelConfig, draft_vocab: int) -> Shapes:
 
 def random_tensors(shapes: Shapes, dtype: torch.dtype, device: torch.device, seed: int = 0) -> dict[str, torch.Tensor]:
     """Weights that keep a state's size from layer to layer, on ``device``."""
-    dice, tensors = torch.Generator(device).manual_seed(seed), {}
+    rng, tensors = torch.Generator(device).manual_seed(seed), {}
     for name, shape in shapes.items():
-        tensors[name] = torch.randn(shape, dtype=dtype, device=device, generator=dice)
+        tensors[name] = torch.randn(shape, dtype=dtype, device=device, generator=rng)
         if name.endswith("norm.weight"):
             tensors[name].mul_(0.1).add_(1)
         elif not name.endswith("embed_tokens.weight"):

@@ -1,5 +1,5 @@
-"""Shared code of the stages of ``make gpu``: their input (``Given``) and results (``Finding``), timing of devices that
-run asynchronously, and attention and graph capture for the device.
+"""Shared code of the stages of ``make gpu``: their input (``StageOptions``) and results (``Finding``), timing of
+devices that run asynchronously, and attention and graph capture for the device.
 
 It knows nothing about any one stage.
 """
@@ -31,12 +31,12 @@ from slipstream.engine.ops.layer import TORCH, Operations
 from slipstream.engine.ops.races import DeviceRace, race_kernels
 from slipstream.engine.proof import What
 
-NAME = 70  # letters of a kernel's
-MOST_KERNELS = 16  # that a table lists
+MAX_NAME_LENGTH = 70  # of a kernel
+MAX_KERNELS = 16  # in a table
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class StageOptions:
     """The input of a stage. ``full`` False: a rehearsal on small shapes, whose numbers mean nothing. ``model``: a
     prepared folder or None. ``shape``: for a stage that has several. ``narrow``: measure only the first case."""
 
@@ -57,7 +57,7 @@ class Given:
         """The draft vocabulary of its head."""
         return 32_000 if self.full else 64
 
-    def few(self, values: tuple[int, ...]) -> tuple[int, ...]:
+    def narrowed(self, values: tuple[int, ...]) -> tuple[int, ...]:
         """``values``, or with ``narrow`` only the first of them."""
         return values[:1] if self.narrow else values
 
@@ -72,24 +72,24 @@ class Finding:
     expected: str = ""
 
 
-Find = Callable[[Given], Iterator[Finding]]
+Stage = Callable[[StageOptions], Iterator[Finding]]
 
 
-def untried(what: What, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str:
-    """A ``Proof``: a piece is a process of its own already."""
+def without_trial(what: What, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str:
+    """A ``Proof`` that accepts all kernels: a job is already a process of its own."""
     return ""
 
 
-def paged(given: Given, config: ModelConfig) -> PagedAttention:
+def paged_attention(options: StageOptions, config: ModelConfig) -> PagedAttention:
     """FlashInfer on a GPU, torch's pages elsewhere. Raises RuntimeError where a GPU has no FlashInfer."""
-    if given.device.type != "cuda":
+    if options.device.type != "cuda":
         return TorchAttention(config, torch.bfloat16)
-    if reason := unsupported_reason(config, torch.bfloat16, given.device):
+    if reason := unsupported_reason(config, torch.bfloat16, options.device):
         raise RuntimeError(f"FlashInfer: {reason}")
-    return FlashInferAttention(config, torch.bfloat16, given.device)
+    return FlashInferAttention(config, torch.bfloat16, options.device)
 
 
-def fused(device: torch.device) -> Operations:
+def fused_operations(device: torch.device) -> Operations:
     """Triton's operations on a GPU, torch's elsewhere. Raises RuntimeError where a GPU has no Triton."""
     if device.type != "cuda":
         return TORCH
@@ -98,7 +98,7 @@ def fused(device: torch.device) -> Operations:
     return triton_operations()
 
 
-def raced(device: torch.device, width: int, vocabulary: torch.Tensor | None = None) -> DeviceRace | None:
+def device_race(device: torch.device, width: int, vocabulary: torch.Tensor | None = None) -> DeviceRace | None:
     """The race for logits of ``width`` columns on a GPU; None elsewhere. Raises RuntimeError where a GPU has no
     Triton."""
     if device.type != "cuda":
@@ -116,8 +116,8 @@ def pool_for(model: CausalModel, slots: int) -> KVPool:
     return pool
 
 
-def capture_of(given: Given) -> Capture:
-    return CudaCapture(given.device) if given.device.type == "cuda" else capture_eager
+def capture_of(options: StageOptions) -> Capture:
+    return CudaCapture(options.device) if options.device.type == "cuda" else capture_eager
 
 
 def wait(device: torch.device) -> None:
@@ -126,25 +126,25 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
+def median_s(run: Callable[[], object], device: torch.device, repeats: int) -> float:
     """The median of ``repeats`` runs, each until the device is done."""
     return statistics.median(timed({"": run}, repeats, partial(wait, device))[""])
 
 
 def device_events(run: Callable[[], object], device: torch.device) -> list[Any]:
-    """The kernels and copies of one run; none on a CPU and where the driver does not tell."""
+    """The kernels and copies of one run; none on a CPU and where the driver does not allow it."""
     if device.type != "cuda":
         return []
     run()
     wait(device)
-    watch: Any = profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU])
+    profiler: Any = profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU])
     try:
-        with watch:
+        with profiler:
             run()
             wait(device)
-    except RuntimeError:  # not every driver lets a user look
+    except RuntimeError:  # not every driver lets a user profile
         return []
-    return [event for event in watch.events() if event.device_type.name == "CUDA"]
+    return [event for event in profiler.events() if event.device_type.name == "CUDA"]
 
 
 def busy_s(events: Sequence[Any]) -> float:
@@ -153,24 +153,24 @@ def busy_s(events: Sequence[Any]) -> float:
     return us / 1e6
 
 
-def by_kernel(what: str, events: Sequence[Any], most: int) -> Iterator[Finding]:
-    """The kernels that took the most time, so many of them, and how often each ran."""
-    took, counts = Counter[str](), Counter(event.name for event in events)
+def by_kernel(what: str, events: Sequence[Any], max_kernels: int) -> Iterator[Finding]:
+    """The ``max_kernels`` kernels that took the most time, and how often each ran."""
+    us_by_name, counts = Counter[str](), Counter(event.name for event in events)
     for event in events:
-        took[event.name] += event.time_range.elapsed_us()
-    for name, us in took.most_common(most):
-        yield Finding(f"{what}: {counts[name]} x {name[:NAME]}", us, "us")
+        us_by_name[event.name] += event.time_range.elapsed_us()
+    for name, us in us_by_name.most_common(max_kernels):
+        yield Finding(f"{what}: {counts[name]} x {name[:MAX_NAME_LENGTH]}", us, "us")
 
 
-def copy_rate(given: Given) -> float:
-    """Bytes a second of a copy on the device, those read and those written: the roof of what memory allows."""
-    size = 1 << (32 if given.full and given.device.type == "cuda" else 24)
-    source = torch.ones(size, dtype=torch.uint8, device=given.device)
+def copy_rate(options: StageOptions) -> float:
+    """Bytes a second of a copy on the device, read and written: what the memory allows at most."""
+    size = 1 << (32 if options.full and options.device.type == "cuda" else 24)
+    source = torch.ones(size, dtype=torch.uint8, device=options.device)
     target = torch.empty_like(source)
-    return 2 * size / seconds(lambda: target.copy_(source), given.device, 10)
+    return 2 * size / median_s(lambda: target.copy_(source), options.device, 10)
 
 
-def free() -> None:
+def free_memory() -> None:
     """Free the device memory of a stage."""
     gc.collect()  # reference cycles would keep gigabytes
     if torch.cuda.is_available():
