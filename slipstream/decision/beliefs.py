@@ -90,7 +90,7 @@ class DraftLatency:
     def observe(self, seconds: float) -> None:
         if self._level not in self._by_level:
             self._by_level[self._level] = LatencyWindow()
-        self._by_level[self._level].kept.append(seconds)
+        self._by_level[self._level].exchanges_s.append(seconds)
         self._unsorted = True
 
     def forget(self) -> None:
@@ -111,17 +111,17 @@ class DraftLatency:
 class LatencyWindow:
     """Of one load. Numbers are as of the last ``update``."""
 
-    __slots__ = ("kept", "least_s", "mean_s", "usual_s")
+    __slots__ = ("exchanges_s", "least_s", "mean_s", "usual_s")
 
     def __init__(self) -> None:
         self.mean_s = self.least_s = self.usual_s = 0.0
-        self.kept: deque[float] = deque(maxlen=KEPT_EXCHANGES)
+        self.exchanges_s: deque[float] = deque(maxlen=KEPT_EXCHANGES)
 
     def update(self) -> None:
-        ordered = sorted(self.kept)
+        ordered = sorted(self.exchanges_s)
         count, least_s = len(ordered), ordered[0]
         mean_s = ordered[KEPT_EXCHANGES // 2] if count == KEPT_EXCHANGES else least_s
-        deviation_s = sum([abs(kept - mean_s) for kept in ordered]) / count if count > 1 else least_s / 2
+        deviation_s = sum([abs(seconds - mean_s) for seconds in ordered]) / count if count > 1 else least_s / 2
         # As TCP keeps its round trips (RFC 6298); where all take the same, a moment more is no surprise.
         self.usual_s = mean_s + max(4.0 * deviation_s, MIN_MARGIN * mean_s)
         self.least_s, self.mean_s = least_s, mean_s
@@ -241,20 +241,20 @@ class StepCosts:
     def steps(self, rows: int, max_more: int, stride: int = 1) -> Sequence[float]:
         """Seconds that steps of ``rows``, ``rows`` + ``stride``, … ``rows`` + ``max_more`` * ``stride`` rows are
         expected to take."""
-        known = self._steps.get((rows, max_more, stride))
-        if known is None:
-            known = self._steps[rows, max_more, stride] = self._interpolated(rows, max_more, stride)
-        return known
+        cached = self._steps.get((rows, max_more, stride))
+        if cached is None:
+            cached = self._steps[rows, max_more, stride] = self._interpolated(rows, max_more, stride)
+        return cached
 
     def step_shares(self, sessions: int, max_more: int) -> Sequence[float]:
         """Seconds of a step of ``sessions`` with one row each, and what 1, 2, … ``max_more`` rows more add to it for
         one of them where all have as many."""
-        known = self._steps.get((sessions, max_more, 0))
-        if known is None:
+        cached = self._steps.get((sessions, max_more, 0))
+        if cached is None:
             plain_s, *others = self.steps(sessions, max_more, sessions)
-            known = [plain_s, *[plain_s + (step_s - plain_s) / sessions for step_s in others]]
-            self._steps[sessions, max_more, 0] = known
-        return known
+            cached = [plain_s, *[plain_s + (step_s - plain_s) / sessions for step_s in others]]
+            self._steps[sessions, max_more, 0] = cached
+        return cached
 
     def cost(self, rows: int) -> float:
         """Seconds that a step of ``rows`` rows is expected to take."""
@@ -265,7 +265,7 @@ class StepCosts:
         points, costs = self._rows, self._costs
         if len(points) == 1:
             return costs * (max_more + 1)
-        last, found = len(points) - 2, []
+        last, interpolated = len(points) - 2, []
         low = min(max(0, bisect_right(points, rows) - 1), last)
         for count in range(rows, rows + max_more * stride + 1, stride):
             while low < last and count >= points[low + 1]:
@@ -273,8 +273,8 @@ class StepCosts:
             above, cost = count - points[low], costs[low]
             if above > 0:
                 cost += above / (points[low + 1] - points[low]) * (costs[low + 1] - cost)
-            found.append(cost)
-        return found
+            interpolated.append(cost)
+        return interpolated
 
     def observe(self, rows: int, seconds: float) -> None:
         """A step of ``rows`` rows took ``seconds``. What cannot be (not positive, not finite) is ignored."""
@@ -299,9 +299,9 @@ class StepCosts:
         far, near = 1.0, 1.0
         if self._visited:
             far, near = FAR_RATE, max(FAR_RATE + NEAR_RATE, 1.0 / (1 + num_seen[nearest]))
-        moved, own = surprise * far, self._factors[nearest] + surprise * near
+        moved, nearest_factor = surprise * far, self._factors[nearest] + surprise * near
         self._factors = [factor + moved for factor in self._factors]
-        self._factors[nearest] = own
+        self._factors[nearest] = nearest_factor
         if not num_seen[nearest]:
             insort(self._visited, nearest)
         num_seen[nearest] += 1
@@ -395,10 +395,11 @@ class Acceptance:
             reach, self._expected = self._levels(min(DEPTHS, int(max_nodes / nodes_per_level) + 1))[1], []
             for nodes in range(max_nodes + 1):
                 levels = nodes / nodes_per_level
-                whole = int(levels)
-                if whole >= DEPTHS:
-                    levels, whole = float(DEPTHS), DEPTHS - 1
-                self._expected.append(reach[whole] + (levels - whole) * (reach[whole + 1] - reach[whole]))
+                full_levels = int(levels)
+                if full_levels >= DEPTHS:
+                    levels, full_levels = float(DEPTHS), DEPTHS - 1
+                below = reach[full_levels]
+                self._expected.append(below + (levels - full_levels) * (reach[full_levels + 1] - below))
         return self._expected
 
     def tokens(self, nodes: int) -> float:
@@ -498,10 +499,10 @@ class Beliefs:
         """The acceptance over all sessions."""
         return self._acceptance[sampled]
 
-    def count_asking(self, asks: bool) -> None:
+    def count_asking(self, asking: bool) -> None:
         """A session asks for drafts from now on, or does not any more. A session that ends stops asking first."""
-        self._num_asking += 1 if asks else -1
+        self._num_asking += 1 if asking else -1
 
-    def may_run_ahead(self, asks: bool) -> bool:
-        """Whether a session's drafter may grow ahead, as one of MAX_RUN_AHEAD. ``asks``: it is counted already."""
-        return self._num_asking + (not asks) <= MAX_RUN_AHEAD
+    def may_run_ahead(self, asking: bool) -> bool:
+        """Whether a session's drafter may grow ahead, as one of MAX_RUN_AHEAD. ``asking``: it is counted already."""
+        return self._num_asking + (not asking) <= MAX_RUN_AHEAD

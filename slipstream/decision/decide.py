@@ -317,8 +317,8 @@ def _enough_tokens(prices: Prices, nodes: int, beliefs: Beliefs, state: SessionS
     mean_s = beliefs.latency.mean_s
     if mean_s is None:
         return 0.0
-    whole = state.acceptance.expected(state.max_nodes)[nodes]
-    return max(0.0, whole - (1 + whole) * mean_s / prices.steps[nodes])
+    full_tree_tokens = state.acceptance.expected(state.max_nodes)[nodes]
+    return max(0.0, full_tree_tokens - (1 + full_tree_tokens) * mean_s / prices.steps[nodes])
 
 
 def _deadline_s(usual_s: float, state: SessionState, rules: Rules) -> float:

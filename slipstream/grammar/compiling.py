@@ -78,13 +78,13 @@ class Vocabulary:
     def __init__(self, tokenizer: Tokenizer, size: int) -> None:
         """size: of the model's vocabulary. Takes most of a second, in which no other thread runs. Raises ModelError for
         a tokenizer that llguidance does not know."""
-        own = Tokenizer.from_str(tokenizer.to_str())
-        specials = {i: token.content for i, token in own.get_added_tokens_decoder().items() if token.special}
-        own.add_special_tokens([END])
+        extended = Tokenizer.from_str(tokenizer.to_str())
+        specials = {i: token.content for i, token in extended.get_added_tokens_decoder().items() if token.special}
+        extended.add_special_tokens([END])
         self._size = size
-        self._end = max(own.get_vocab(with_added_tokens=True).values())  # the newest
+        self._end = max(extended.get_vocab(with_added_tokens=True).values())  # the newest
         try:
-            self._tokens = LLTokenizer(own.to_str(), eos_token=self._end)
+            self._tokens = LLTokenizer(extended.to_str(), eos_token=self._end)
         except ValueError as error:
             raise ModelError(f"tokenizer.json: grammars cannot use it: {str(error)[:MAX_MESSAGE]}") from error
         self._spellings = {i: spelt[0] for i, text in specials.items() if (spelt := self._tokens.greedy_tokenize(text))}
@@ -150,7 +150,7 @@ def as_lark(grammar: Grammar) -> str:
         return grammar.source if is_lark_syntax(grammar.source) else f"%llguidance {{}}\n{grammar.source}"
     try:
         read = str(gbnf_to_lark(MISREAD.sub(_fix_escape, grammar.source)))
-        return BY_BYTE.sub(lambda found: f"\\u00{found[1]}" if found[1] else found[0], read)
+        return BY_BYTE.sub(lambda match: f"\\u00{match[1]}" if match[1] else match[0], read)
     except Exception as error:  # the converter has no class of its own for all that it cannot take
         words = " ".join(str(error).split()) or type(error).__name__
         raise InvalidRequest("grammar", f"is no EBNF: {words[:MAX_MESSAGE]}") from error
@@ -187,31 +187,31 @@ def rewrite_for_llguidance(schema: dict[str, Any]) -> bool:
 
 def costly_parts(grammar: Grammar) -> list[tuple[str, Grammar]]:
     """The parts of a schema that may be costly wherever an answer reaches them: a name and a grammar of each alone."""
-    found: dict[str, str] = {}
+    labels: dict[str, str] = {}
     for part in _subschemas(json.loads(grammar.source)) if grammar.kind == "json_schema" else ():
         if isinstance(names := part.get("patternProperties"), dict):
             closed = part.get("additionalProperties") is False
             alone: dict[str, Any] = {"type": "object", "patternProperties": dict.fromkeys(names, True),
                                      "additionalProperties": not closed}
-            found[json.dumps(alone)] = f"patternProperties {', '.join(names)}"
+            labels[json.dumps(alone)] = f"patternProperties {', '.join(names)}"
         for name in COSTLY_KEYWORDS & part.keys():
             alone = {key: part[key] for key in LEAF_KEYWORDS & part.keys()}
-            found[json.dumps(alone)] = f"{name} {part[name]}"
-    return [(what, Grammar("json_schema", source)) for source, what in found.items()]
+            labels[json.dumps(alone)] = f"{name} {part[name]}"
+    return [(label, Grammar("json_schema", source)) for source, label in labels.items()]
 
 
-def _rewrite_property_names(whole: dict[str, Any], part: dict[str, Any]) -> bool:
+def _rewrite_property_names(schema: dict[str, Any], part: dict[str, Any]) -> bool:
     """``propertyNames`` with listed names becomes ``properties``, with a pattern ``patternProperties``."""
     if "propertyNames" not in part or part.keys() & {"properties", "patternProperties"}:
         return False
-    names, value = resolved(whole, part["propertyNames"]), part.get("additionalProperties", True)
+    names, value = resolved(schema, part["propertyNames"]), part.get("additionalProperties", True)
     listed = [names["const"]] if "const" in names else names.get("enum")
-    kept = names.keys() - {"type", "title", "description"}
-    if isinstance(listed, list) and all(isinstance(name, str) for name in listed) and kept in ({"const"}, {"enum"}):
+    keywords = names.keys() - {"type", "title", "description"}
+    if isinstance(listed, list) and all(isinstance(name, str) for name in listed) and keywords in ({"const"}, {"enum"}):
         if len(listed) * len(json.dumps(value)) > MOST_WRITTEN:
             return False
         part["properties"] = dict.fromkeys(listed, value)
-    elif kept == {"pattern"}:
+    elif keywords == {"pattern"}:
         part["patternProperties"] = {names["pattern"]: value}
     else:
         return False
@@ -252,8 +252,8 @@ def _rewrite_unevaluated(part: dict[str, Any]) -> bool:
     """``unevaluatedProperties`` becomes ``additionalProperties`` where no other keyword evaluates properties."""
     if "unevaluatedProperties" not in part or part.keys() & {*APPLICATORS, "dependentSchemas", "if"}:
         return False
-    rest = part.pop("unevaluatedProperties")
-    part.setdefault("additionalProperties", rest)
+    unevaluated = part.pop("unevaluatedProperties")
+    part.setdefault("additionalProperties", unevaluated)
     return True
 
 
@@ -264,31 +264,31 @@ def _rewrite_property_counts(part: dict[str, Any]) -> bool:
     if not (isinstance(names, dict) and isinstance(required, list)) or names.keys() <= {*map(str, required)}:
         return False
     least, most = part.get("minProperties"), part.get("maxProperties")
-    over = []
+    to_remove = []
     if type(least) is int and least <= len({*map(str, required)}):
-        over.append("minProperties")
+        to_remove.append("minProperties")
     elif least == 1 != most and len(names) <= MOST_NAMES and not part.keys() & APPLICATORS:
-        over.append("minProperties")
+        to_remove.append("minProperties")
         part["anyOf"] = [{"required": [name]} for name in names]
     closed = part.get("additionalProperties") is False and not part.get("patternProperties")
     if type(most) is int and closed and most >= len(names):
-        over.append("maxProperties")
-    for name in over:
+        to_remove.append("maxProperties")
+    for name in to_remove:
         del part[name]
-    return bool(over)
+    return bool(to_remove)
 
 
 def _clamp_bounds(part: dict[str, Any]) -> bool:
     """Bounds at the ends of a language's types: llguidance knows no integer beyond the last double within 64 bits, so
     these are moved there; those at the ends of a double restrict no readable number and are removed."""
     kinds, changed = part.get("type"), False
-    whole = isinstance(kinds, str | list) and "integer" in kinds and "number" not in kinds
+    integers_only = isinstance(kinds, str | list) and "integer" in kinds and "number" not in kinds
     for name, sign in BOUNDS.items():
         bound = part.get(name)
-        if not isinstance(bound, int | float) or not sign * bound > LAST_DOUBLE or (whole and sign > 0):
+        if not isinstance(bound, int | float) or not sign * bound > LAST_DOUBLE or (integers_only and sign > 0):
             continue
         changed = True
-        if sign * bound >= sys.float_info.max and not whole:
+        if sign * bound >= sys.float_info.max and not integers_only:
             del part[name]
         else:
             part[name] = sign * LAST_DOUBLE
@@ -300,11 +300,11 @@ def _narrow_exclusive_bound(part: dict[str, Any]) -> bool:
     it becomes an included bound slightly inside."""
     for excluding, near, far, sign in (("exclusiveMinimum", "minimum", ("maximum", "exclusiveMaximum"), 1),
                                        ("exclusiveMaximum", "maximum", ("minimum", "exclusiveMinimum"), -1)):
-        known = {name: sign * part[name] for name in BOUNDS if type(part.get(name)) in (int, float)}
-        excluded, end = known.get(excluding, math.nan), min([known[name] for name in far if name in known],
+        bounds = {name: sign * part[name] for name in BOUNDS if type(part.get(name)) in (int, float)}
+        excluded, end = bounds.get(excluding, math.nan), min([bounds[name] for name in far if name in bounds],
                                                             default=math.inf)
         if excluded % 1 == 0 and 0 <= excluded < end < excluded + 1:
-            inside = max(excluded + min(EXCLUSIVE_MARGIN, (end - excluded) / 2), known.get(near, -math.inf))
+            inside = max(excluded + min(EXCLUSIVE_MARGIN, (end - excluded) / 2), bounds.get(near, -math.inf))
             del part[excluding]
             part[near] = sign * inside
             return True
@@ -327,12 +327,12 @@ def _is_annotation(name: str, value: Any) -> bool:
     return name == "propertyNames" and value in ({}, {"type": "string"})
 
 
-def _fix_escape(found: re.Match[str]) -> str:
-    code, doubled = found[1] or found[2], found[3] or found[4]
+def _fix_escape(match: re.Match[str]) -> str:
+    code, doubled = match[1] or match[2], match[3] or match[4]
     if doubled:
         return f"{doubled}\\x{ord(doubled):02x}"
     if code is None:
-        return found[0]
+        return match[0]
     return f"\\x{int(code, 16):02x}" if int(code, 16) < 128 else chr(int(code, 16))
 
 
@@ -342,16 +342,16 @@ def _not_json(error: Exception) -> InvalidRequest:
 
 def _subschemas(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """All schemas within ``schema``, itself first."""
-    left: list[tuple[Any, bool]] = [(schema, False)]  # and whether its keys are property names, not keywords
-    while left:
-        part, named = left.pop()
+    pending: list[tuple[Any, bool]] = [(schema, False)]  # and whether its keys are property names, not keywords
+    while pending:
+        part, named = pending.pop()
         if isinstance(part, list):
-            left += [(each, False) for each in part]
+            pending += [(each, False) for each in part]
         if not isinstance(part, dict):
             continue
         if not named:
             yield part
-        left += [(each, not named and name in SCHEMAS) for name, each in part.items() if named or name not in VALUES]
+        pending += [(each, not named and name in SCHEMAS) for name, each in part.items() if named or name not in VALUES]
 
 
 def _is_open(part: dict[str, Any]) -> bool:
@@ -365,20 +365,20 @@ def _check_bounds(part: dict[str, Any]) -> None:
         bound = part.get(name)
         if not isinstance(bound, int | float) or abs(bound) <= EXACT:
             continue
-        kept = max(LEAST, min(int(float(bound)), MOST)) if abs(bound) <= MOST else MOST if bound > 0 else LEAST
-        if sign * kept > sign * bound:
+        rounded = max(LEAST, min(int(float(bound)), MOST)) if abs(bound) <= MOST else MOST if bound > 0 else LEAST
+        if sign * rounded > sign * bound:
             raise InvalidRequest("grammar", f"{name} {bound} cannot be kept to; nearer to 0 than 2^53 any can")
 
 
-def _check_constants(left: list[Any]) -> None:
-    """Raises InvalidRequest for a constant in ``left`` that llguidance would change. It empties ``left``."""
+def _check_constants(values: list[Any]) -> None:
+    """Raises InvalidRequest for a constant in ``values`` that llguidance would change. It empties ``values``."""
     # It is written as a double, by the shortest digits that give the same double: another integer.
-    while left:
-        part = left.pop()
+    while values:
+        part = values.pop()
         if isinstance(part, int | float) and abs(part) > EXACT:
             raise InvalidRequest("grammar", f"the constant {part!s:.40} would be rounded; write it as a text, or "
                                  "nearer to 0 than 2^53")
-        left += part if isinstance(part, list) else part.values() if isinstance(part, dict) else ()
+        values += part if isinstance(part, list) else part.values() if isinstance(part, dict) else ()
 
 
 def _refused(problem: str) -> InvalidRequest:

@@ -23,39 +23,41 @@ Schema = dict[str, Any]
 Test = tuple[str, tuple[Any, ...], bool]  # a property, its values, and whether it has to be there
 
 
-def rewrite_conditions(whole: Schema, part: Schema) -> bool:
-    """Rewrite ``part`` of ``whole`` in place. Returns whether anything changed."""
+def rewrite_conditions(schema: Schema, part: Schema) -> bool:
+    """Rewrite ``part`` of ``schema`` in place. Returns whether anything changed."""
     listed = part.get("allOf", [])
     if part.get("type") != "object" or not isinstance(listed, list):
         return False
-    conditions = [one for one in listed if isinstance(one, dict) and "if" in one and not one.keys() - PARTS]
-    rest = [one for one in listed if not any(one is each for each in conditions)]
+    conditions = [each for each in listed if isinstance(each, dict) and "if" in each and not each.keys() - PARTS]
+    others = [each for each in listed if not any(each is condition for condition in conditions)]
     conditions += [{key: part[key] for key in PARTS & part.keys()}] if "if" in part else []
-    tests = [_parse_test(one["if"]) for one in conditions]
+    tests = [_parse_test(condition["if"]) for condition in conditions]
     name = tests[0][0] if tests and tests[0] else ""
     properties = part.get("properties")
-    values = _listed(resolved(whole, properties.get(name))) if isinstance(properties, dict) else ()
+    values = _listed(resolved(schema, properties.get(name))) if isinstance(properties, dict) else ()
     if not values or len(values) > MOST_VALUES or not all(test and test[0] == name for test in tests):
         return False
-    written = json.dumps([one.get(key) for one in conditions for key in ("then", "else")])
+    written = json.dumps([condition.get(key) for condition in conditions for key in ("then", "else")])
     if '"if"' in written or len(written) * len(values) > MOST_WRITTEN:
         return False
     required = part.get("required")
-    pairs = [(one, test) for one, test in zip(conditions, tests, strict=True) if test]
+    pairs = [(condition, test) for condition, test in zip(conditions, tests, strict=True) if test]
     alternatives = [_alternative({"properties": {name: {"const": value}}, "required": [name]},
-                                 [one.get("then" if _is_in(value, test[1]) else "else", True) for one, test in pairs])
+                                 [condition.get("then" if _is_in(value, test[1]) else "else", True)
+                                  for condition, test in pairs])
                     for value in values]
     if not (isinstance(required, list) and name in required):
         alternatives.append(_alternative({"properties": {name: False}},
-                                         [one.get("else" if test[2] else "then", True) for one, test in pairs]))
+                                         [condition.get("else" if test[2] else "then", True)
+                                          for condition, test in pairs]))
     for key in PARTS:
         part.pop(key, None)
-    part["allOf"] = [*rest, {"anyOf": alternatives}]
+    part["allOf"] = [*others, {"anyOf": alternatives}]
     return True
 
 
-def _alternative(own: Schema, then: list[Any]) -> Schema:
-    return {**own, "allOf": then} if (then := [one for one in then if one is not True]) else own
+def _alternative(base: Schema, then: list[Any]) -> Schema:
+    return {**base, "allOf": then} if (then := [schema for schema in then if schema is not True]) else base
 
 
 def _parse_test(condition: Any) -> Test | None:
@@ -79,4 +81,4 @@ def _listed(part: Schema) -> tuple[Any, ...]:
 
 
 def _is_in(value: Any, values: tuple[Any, ...]) -> bool:
-    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in values)
+    return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in values)

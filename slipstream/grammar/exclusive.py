@@ -26,39 +26,40 @@ KINDS: Mapping[type, str] = {bool: "boolean", int: "number", float: "number", st
 ALL = frozenset(KINDS.values())
 
 
-def rewrite_one_of(whole: Schema, parts: Iterable[Schema]) -> bool:
-    """Rewrite ``oneOf`` in the ``parts`` of ``whole`` where the meaning stays. Returns whether anything changed."""
+def rewrite_one_of(schema: Schema, parts: Iterable[Schema]) -> bool:
+    """Rewrite ``oneOf`` in the ``parts`` of ``schema`` where the meaning stays. Returns whether anything changed."""
     parts = list(parts)
-    if any("$id" in part for part in parts if part is not whole):  # what refers to itself there is no part of ``whole``
+    if any("$id" in part for part in parts if part is not schema):  # "#" there is no part of ``schema``
         return False
     changed, to_require = False, list[tuple[Schema, str]]()
     for part in parts:
         listed = part.get("oneOf")
         if not isinstance(listed, list) or "anyOf" in part or len(listed) > MOST:
             continue
-        alternatives = [resolved(whole, one) for one in listed]
-        discriminators = _discriminators(whole, part, alternatives)
-        if all(_exclude(whole, a, b, discriminators) for a, b in combinations(alternatives, 2)):
+        alternatives = [resolved(schema, alternative) for alternative in listed]
+        discriminators = _discriminators(schema, part, alternatives)
+        if all(_exclude(schema, a, b, discriminators) for a, b in combinations(alternatives, 2)):
             part["anyOf"] = part.pop("oneOf")
-            to_require += [(one, name) for one in alternatives if "object" in _kinds(one) for name in discriminators]
+            to_require += [(alternative, name) for alternative in alternatives if "object" in _kinds(alternative)
+                           for name in discriminators]
             changed = True
-    for one, name in to_require:  # last: what the others let through is what was written
-        if name not in _required(one):
-            one["required"] = [*_required(one), name]
+    for alternative, name in to_require:  # last: what the others let through is what was written
+        if name not in _required(alternative):
+            alternative["required"] = [*_required(alternative), name]
     return changed
 
 
-def _discriminators(whole: Schema, part: Schema, alternatives: Iterable[Schema]) -> tuple[str, ...]:
+def _discriminators(schema: Schema, part: Schema, alternatives: Iterable[Schema]) -> tuple[str, ...]:
     """The property that a ``discriminator`` names, if each object among the alternatives lists its values."""
     discriminator = part.get("discriminator")
     name = discriminator.get("propertyName") if isinstance(discriminator, dict) else None
-    if isinstance(name, str) and all(_values(whole, _properties(one).get(name)) for one in alternatives
-                                     if "object" in _kinds(one)):
+    if isinstance(name, str) and all(_values(schema, _properties(alternative).get(name)) for alternative in alternatives
+                                     if "object" in _kinds(alternative)):
         return (name,)
     return ()
 
 
-def resolved(whole: Schema, part: Any) -> Schema:
+def resolved(schema: Schema, part: Any) -> Schema:
     """What ``part`` refers to, or itself; {}: unknown."""
     for _ in range(DEEP):
         if part is False:
@@ -67,37 +68,37 @@ def resolved(whole: Schema, part: Any) -> Schema:
             return {}
         if "$ref" not in part:
             return part
-        part = _lookup(whole, part["$ref"])
+        part = _lookup(schema, part["$ref"])
     return {}
 
 
-def _lookup(whole: Any, ref: Any) -> Any:
+def _lookup(value: Any, ref: Any) -> Any:
     if not isinstance(ref, str) or (ref != "#" and not ref.startswith("#/")):
         return None
     for step in unquote(ref).split("/")[1:]:
         name = step.replace("~1", "/").replace("~0", "~")
-        if not isinstance(whole, dict) or name not in whole:
+        if not isinstance(value, dict) or name not in value:
             return None
-        whole = whole[name]
-    return whole
+        value = value[name]
+    return value
 
 
-def _exclude(whole: Schema, a: Schema, b: Schema, discriminators: tuple[str, ...]) -> bool:
+def _exclude(schema: Schema, a: Schema, b: Schema, discriminators: tuple[str, ...]) -> bool:
     kinds, others = _kinds(a), _kinds(b)
     if not kinds & others:
         return True
-    values, further = _values(whole, a), _values(whole, b)
+    values, further = _values(schema, a), _values(schema, b)
     if values and further:
         return not values & further
     if kinds | others != {"object"}:
         return False
     both = {*_required(a), *discriminators} & {*_required(b), *discriminators}
-    return any(_disjoint(whole, _properties(a).get(name), _properties(b).get(name)) for name in both) or (
+    return any(_disjoint(schema, _properties(a).get(name), _properties(b).get(name)) for name in both) or (
         _forbids(a, b) or _forbids(b, a))
 
 
-def _disjoint(whole: Schema, a: Any, b: Any) -> bool:
-    values, others = _values(whole, a), _values(whole, b)
+def _disjoint(schema: Schema, a: Any, b: Any) -> bool:
+    values, others = _values(schema, a), _values(schema, b)
     return bool(values and others) and not values & others
 
 
@@ -118,9 +119,9 @@ def _kinds(part: Schema) -> frozenset[str]:
                      for kind in ([kinds] if isinstance(kinds, str) else kinds) if isinstance(kind, str))
 
 
-def _values(whole: Schema, part: Any) -> frozenset[tuple[str, Any]]:
+def _values(schema: Schema, part: Any) -> frozenset[tuple[str, Any]]:
     """All values that pass; empty: unknown."""
-    listed = _listed(resolved(whole, part))
+    listed = _listed(resolved(schema, part))
     if listed is None or any(isinstance(value, list | dict) for value in listed):
         return frozenset()
     return frozenset((KINDS[type(value)], value) for value in listed)
@@ -132,10 +133,10 @@ def _listed(part: Schema) -> list[Any] | None:
 
 
 def _properties(part: Schema) -> Schema:
-    found = part.get("properties")
-    return found if isinstance(found, dict) else {}
+    properties = part.get("properties")
+    return properties if isinstance(properties, dict) else {}
 
 
 def _required(part: Schema) -> list[str]:
-    found = part.get("required")
-    return [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
+    required = part.get("required")
+    return [name for name in required if isinstance(name, str)] if isinstance(required, list) else []

@@ -108,9 +108,9 @@ class Matcher:
         if not self._compute() or self.ended:
             return False
         allowed = np.flatnonzero(np.unpackbits(self._row.view(np.uint8), bitorder="little"))
-        tried = self._matcher.deep_copy()
-        self._can_roll_back = bool(len(allowed)) and bool(tried.try_consume_tokens([int(allowed[0])])
-                                                          and tried.rollback(1))
+        probe = self._matcher.deep_copy()
+        self._can_roll_back = bool(len(allowed)) and bool(probe.try_consume_tokens([int(allowed[0])])
+                                                          and probe.rollback(1))
         if not self._can_roll_back:
             self._matcher = self._new_matcher(self._num_answered)
         return True
@@ -152,13 +152,13 @@ class Matcher:
         """What may be chosen at each node of ``tree``, and at which nodes that is known: at all where an answer goes
         on, but for broken ones. Without the root among them nothing more can be said (``problem``)."""
         masks = np.full((len(tree), self._width), ALL_BITS)
-        known = set[int]()
+        known_nodes = set[int]()
         if self._fill(masks[0], 0) or (self._restart() and self._fill(masks[0], 0)):
-            known.add(0)
+            known_nodes.add(0)
             tokens = tree.tokens
-            known.update(node for node, level in self._visit(tree)
+            known_nodes.update(node for node, level in self._visit(tree)
                          if tokens[node] not in self._stop.tokens and self._fill(masks[node], level))
-        return masks, frozenset(known)
+        return masks, frozenset(known_nodes)
 
     def _visit(self, tree: DraftTree) -> Iterator[tuple[int, int]]:
         """The nodes below the root that the grammar allows, and their levels, depth first. The matcher stands at each,
@@ -166,21 +166,21 @@ class Matcher:
         if len(tree) == 1 or self._num_draft_failures >= self._max_restarts or not self._can_roll_back:
             return
         self._drafts_visited = True
-        tokens, below, own = tree.tokens, _children(tree), self._matcher
-        waiting = [(node, 1, own) for node in below.get(0, ())]
+        tokens, children, committed = tree.tokens, _children(tree), self._matcher
+        waiting = [(node, 1, committed) for node in children.get(0, ())]
         while waiting and not self._matcher.is_error():
-            node, level, above = waiting.pop()
+            node, level, parent = waiting.pop()
             if tokens[node] in self._stop.tokens:
-                if above.is_accepting():
+                if parent.is_accepting():
                     yield node, level
                 continue
             if tokens[node] >= self._end:  # the newest token: none that is known lies behind it
                 continue
-            self._matcher = here = above.deep_copy()
-            if here.try_consume_tokens([tokens[node]]):
+            self._matcher = matcher = parent.deep_copy()
+            if matcher.try_consume_tokens([tokens[node]]):
                 yield node, level
-                waiting += [(child, level + 1, here) for child in below.get(node, ())]
-        problem, self._matcher = self.problem, own
+                waiting += [(child, level + 1, matcher) for child in children.get(node, ())]
+        problem, self._matcher = self.problem, committed
         if AMBIGUOUS in problem:  # at the draft's node only, in states that were built for it
             self._num_draft_failures += 1
         elif problem:
@@ -255,7 +255,7 @@ class Matcher:
 
 
 def _children(tree: DraftTree) -> dict[int, list[int]]:
-    below: dict[int, list[int]] = {}
+    children: dict[int, list[int]] = {}
     for node, parent in enumerate(tree.parents):
-        below.setdefault(parent, []).append(node)
-    return below
+        children.setdefault(parent, []).append(node)
+    return children

@@ -31,8 +31,8 @@ def _reference(scheme: str, extra: str = "") -> str:
     character = f"[A-Za-z0-9._~!$&'()*+,;=@{extra}-]|%[0-9A-Fa-f]{{2}}"
     in_path, query = f"({character}|:)", f"({character}|[:/?])*"
     path, host = f"(/{in_path}*)*", f"//[A-Za-z0-9{extra}]([A-Za-z0-9._~{extra}-]*[A-Za-z0-9{extra}])?(:[0-9]{{1,5}})?"
-    own = "[A-Za-z][A-Za-z0-9+.-]*:"
-    absolute = f"({own}){scheme}({host}{path}|/({in_path}+{path})?)|{own}(///)?{in_path}+{path}"
+    any_scheme = "[A-Za-z][A-Za-z0-9+.-]*:"
+    absolute = f"({any_scheme}){scheme}({host}{path}|/({in_path}+{path})?)|{any_scheme}(///)?{in_path}+{path}"
     relative = f"|({character})+{path}|" if scheme else ""
     return rf"^({absolute}{relative})(\?{query})?(#{query})?$"
 
@@ -56,9 +56,9 @@ def without_lookaheads(pattern: str) -> str:
     return pattern
 
 
-def _decimal(whole: int, places: int) -> str:
-    """At most ``whole`` digits before the point, leading zeros not counted, and ``places`` behind it."""
-    digits = rf"(0*\d{{1,{whole}}}|0+)" if whole else "0+"
+def _decimal(integer_digits: int, places: int) -> str:
+    """At most ``integer_digits`` digits before the point, leading zeros not counted, and ``places`` behind it."""
+    digits = rf"(0*\d{{1,{integer_digits}}}|0+)" if integer_digits else "0+"
     return rf"^[+-]?{digits}(\.\d{{0,{places}}}0*)?$"
 
 
@@ -66,7 +66,8 @@ def _digits(most: int) -> str:
     """At most ``most`` digits in all."""
     if most > MAX_SPLIT_DIGITS:
         return rf"^[+-]?\d{{1,{most}}}$"
-    split = "|".join(rf"\d{{{whole}}}\.\d{{0,{most - whole}}}" for whole in range(1, most + 1))
+    split = "|".join(rf"\d{{{integer_digits}}}\.\d{{0,{most - integer_digits}}}"
+                     for integer_digits in range(1, most + 1))
     return rf"^[+-]?(0*\d{{1,{most}}}|{split})$"
 
 
@@ -78,7 +79,7 @@ def _pydantic_form(ending: str) -> re.Pattern[str]:
 DECIMALS: tuple[tuple[re.Pattern[str], Callable[..., str]], ...] = (
     (_pydantic_form(r"\d*\.?\d*$"), lambda: r"^[+-]?\d+(\.\d*)?$"),
     (_pydantic_form(r"\d*\.?\d{0,#}0*$"), lambda places: rf"^[+-]?\d+(\.\d{{0,{places}}}0*)?$"),
-    (_pydantic_form(r"(?:\d{0,#}|(?=[\d.]{1,#}0*$)\d{0,#}\.\d{0,#}0*$)"), lambda whole, most, _, places:
-        _decimal(whole, min(places, most - 1 - whole) if most - 1 > whole else 0)),
+    (_pydantic_form(r"(?:\d{0,#}|(?=[\d.]{1,#}0*$)\d{0,#}\.\d{0,#}0*$)"), lambda integer_digits, most, _, places:
+        _decimal(integer_digits, min(places, most - 1 - integer_digits) if most - 1 > integer_digits else 0)),
     (_pydantic_form(r"(?:\d{0,#}|(?=[\d.]{1,#}0*$)\d*\.\d*0*$)"), lambda most, _: _digits(most)),
 )

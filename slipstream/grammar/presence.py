@@ -23,15 +23,16 @@ Names = tuple[str, ...]
 
 def rewrite_presence(part: Schema) -> bool:
     """Rewrite ``part`` in place. Returns whether anything changed."""
-    known = isinstance(part.get("allOf", []), list)
-    return known and any([_rewrite_not(part), _rewrite_one_of(part), _rewrite_dependencies(part)])
+    if not isinstance(part.get("allOf", []), list):
+        return False
+    return any([_rewrite_not(part), _rewrite_one_of(part), _rewrite_dependencies(part)])
 
 
 def _rewrite_not(part: Schema) -> bool:
     denied = part.get("not")
     listed = denied["anyOf"] if isinstance(denied, dict) and denied.keys() == {"anyOf"} else [denied]
     objects_only = part.get("type") == "object"
-    groups = [_required(one, objects_only) for one in listed] if isinstance(listed, list) else []
+    groups = [_required(schema, objects_only) for schema in listed] if isinstance(listed, list) else []
     names = part.get("properties", {})
     if not (groups and all(groups) and isinstance(names, dict) and _restrict_to_objects(part)):
         return False
@@ -48,18 +49,18 @@ def _rewrite_one_of(part: Schema) -> bool:
     listed = part.get("oneOf")
     if not isinstance(listed, list) or "anyOf" in part or not 2 <= len(listed) <= MOST_ALTERNATIVES:
         return False
-    objects_only = part.get("type") == "object" or all(isinstance(one, dict) and one.get("type") == "object"
-                                                       for one in listed)
-    groups = [_required(one, objects_only) for one in listed]
+    objects_only = part.get("type") == "object" or all(
+        isinstance(alternative, dict) and alternative.get("type") == "object" for alternative in listed)
+    groups = [_required(alternative, objects_only) for alternative in listed]
     if not all(groups):
         return False
     alternatives: list[Schema] = []
-    for own in groups:  # and of each other one a name is not there
-        known = {*own}
-        others = [[name for name in group if name not in known] for group in groups if group is not own]
+    for group in groups:  # its names are there, and of each other group one is not
+        names = {*group}
+        others = [[name for name in other if name not in names] for other in groups if other is not group]
         if len(alternatives) + math.prod(map(len, others)) > MOST_ALTERNATIVES:
             return False
-        alternatives += [{"required": [*own], "properties": dict.fromkeys(absent, False)}
+        alternatives += [{"required": [*group], "properties": dict.fromkeys(absent, False)}
                          for absent in product(*others)]
     if not alternatives or not _restrict_to_objects(part):
         return False
@@ -69,11 +70,11 @@ def _rewrite_one_of(part: Schema) -> bool:
 
 
 def _rewrite_dependencies(part: Schema) -> bool:
-    found = [part[key] for key in ("dependentRequired", "dependentSchemas", "dependencies") if key in part]
-    if not found or not all(isinstance(one, dict) for one in found):
+    mappings = [part[key] for key in ("dependentRequired", "dependentSchemas", "dependencies") if key in part]
+    if not mappings or not all(isinstance(mapping, dict) for mapping in mappings):
         return False
-    dependencies = [(name, {"required": consequence} if isinstance(consequence, list) else consequence) for one in found
-                    for name, consequence in one.items()]
+    dependencies = [(name, {"required": consequence} if isinstance(consequence, list) else consequence)
+                    for mapping in mappings for name, consequence in mapping.items()]
     if len(dependencies) > MOST_DEPENDENCIES or not all(isinstance(consequence, dict | bool)
                                                         for _, consequence in dependencies):
         return False
@@ -88,15 +89,16 @@ def _add_all_of(part: Schema, schema: Schema) -> None:
     part["allOf"] = [*part.get("allOf", ()), schema]
 
 
-def _required(one: Any, objects_only: bool) -> Names:
-    """The names that ``one`` requires; empty: it is of another kind. objects_only: it may have "type": "object"."""
-    if not isinstance(one, dict) or one.keys() - NOTES - {"type"} != {"required"}:
+def _required(schema: Any, objects_only: bool) -> Names:
+    """The names that ``schema`` requires; empty: it is of another kind. objects_only: it may have "type": "object"."""
+    if not isinstance(schema, dict) or schema.keys() - NOTES - {"type"} != {"required"}:
         return ()
-    if "type" in one and not (objects_only and one["type"] == "object"):
+    if "type" in schema and not (objects_only and schema["type"] == "object"):
         return ()
-    names = one["required"]
-    known = isinstance(names, list) and all(isinstance(name, str) for name in names)
-    return tuple(dict.fromkeys(names)) if known else ()
+    names = schema["required"]
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        return ()
+    return tuple(dict.fromkeys(names))
 
 
 def _restrict_to_objects(part: Schema) -> bool:

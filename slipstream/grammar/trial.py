@@ -209,8 +209,8 @@ def refusal_reason(vocabulary: Vocabulary, grammar: Grammar) -> str:
 def _can_follow(matcher: Matcher, steps: int) -> bool:
     root, rng = DraftTree.root_only(1, 0), np.random.default_rng(0)
     for _ in range(steps):
-        masks, known = matcher.masks(root)
-        if not known:
+        masks, known_nodes = matcher.masks(root)
+        if not known_nodes:
             return False
         allowed = np.flatnonzero(np.unpackbits(masks.view(np.uint8), bitorder="little"))
         if not matcher.commit([int(rng.choice(allowed))]) or matcher.ended:
