@@ -50,14 +50,14 @@ def adapt() -> None:
     class RemoteWorker(NGRAMWorker):  # type: ignore[misc]
         def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
             super().__init__(server_args, gpu_id, nccl_port, target_worker)
-            given = resolving_view(server_args)  # the record has what was written alone
-            options, shape = options_of(given), target_worker.model_config
-            metrics = TargetMetrics(str(given.model_path))
+            resolved_args = resolving_view(server_args)  # the record has what was written alone
+            options, shape = options_of(resolved_args), target_worker.model_config
+            metrics = TargetMetrics(str(resolved_args.model_path))
             chains = Chains(options.section(self.draft_token_num - 1), metrics)
             self.limit = shape.context_len
-            branches = given.speculative_ngram_max_bfs_breadth > 1
+            branches = resolved_args.speculative_ngram_max_bfs_breadth > 1
             self.trees = Trees(chains, self.draft_token_num, shape.vocab_size, branches)
-            self.links = Links(options, hello_of(given, shape), chains.following, metrics)
+            self.links = Links(options, hello_of(resolved_args, shape), chains.following, metrics)
 
         def _prepare_draft_tokens(self, batch: Any) -> tuple[Tokens, Mask]:
             return self.trees.propose(requests_of(self, batch))
@@ -91,13 +91,13 @@ def requests_of(worker: Any, batch: Any) -> list[VerifyRequest]:
     late, counts = list[int](), [0] * len(batch.reqs)
     if worker.enable_overlap and not batch.grammar_needs_sync():
         late, counts = batch.spec_info.accept_tokens.tolist(), batch.spec_info.accept_lens.tolist()
-    asked = []
-    for place, request in enumerate(batch.reqs):
+    requests = []
+    for index, request in enumerate(batch.reqs):
         prompt, most = request.origin_input_ids_unpadded, request.sampling_params.max_new_tokens
-        newest = late[place * nodes : place * nodes + counts[place]]
+        newest = late[index * nodes : index * nodes + counts[index]]
         limit = worker.limit if most is None else min(worker.limit, len(prompt) + most)
-        asked.append(VerifyRequest(request.rid, prompt, request.output_ids, newest, limit))
-    return asked
+        requests.append(VerifyRequest(request.rid, prompt, request.output_ids, newest, limit))
+    return requests
 
 
 def options_of(server_args: Any) -> Options:
@@ -107,11 +107,11 @@ def options_of(server_args: Any) -> Options:
         raise ConfigError('--speculative-adaptive-config: name a file that names the draft services, as in '
                           '{"drafts": ["draft:8052"]}')
     try:
-        given = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"--speculative-adaptive-config: {path}: {error}") from error
-    options = Options.of(given)
-    if isinstance(given, Mapping) and (given.get("layers") or given.get("features_gb")):
+    options = Options.of(content)
+    if isinstance(content, Mapping) and (content.get("layers") or content.get("features_gb")):
         raise ConfigError("slipstream.layers: states are not taken out of SGLang; drafters that read none fit")
     return options
 
@@ -120,8 +120,8 @@ def check(server_args: Any) -> None:
     """Check the arguments before anything is loaded. Raises ConfigError naming the argument."""
     options_of(server_args)
     for name in ("tp_size", "pp_size", "dp_size"):
-        if (found := getattr(server_args, name)) > 1:
-            raise ConfigError(f"--{name.replace('_', '-')} {found}: drafts are asked on one GPU alone")
+        if (value := getattr(server_args, name)) > 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: drafts are asked on one GPU alone")
 
 
 def settle(server_args: Any) -> None:

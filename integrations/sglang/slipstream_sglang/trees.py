@@ -34,7 +34,7 @@ Mask = NDArray[np.bool_]
 class VerifyRequest:
     """One request that is about to be verified. Its text is ``prompt``, ``answer`` and ``newest``, in this order."""
 
-    request: str
+    request_id: str
     prompt: Sequence[int]
     answer: Sequence[int]
     newest: Sequence[int]  # accepted by the last step and not in ``answer`` yet
@@ -46,11 +46,11 @@ class VerifyRequest:
 
     def last(self, count: int) -> list[int]:
         """Its newest ``count`` tokens."""
-        found = list(self.newest)[-count:]
+        tokens = list(self.newest)[-count:]
         for text in (self.answer, self.prompt):
-            if (missing := count - len(found)) > 0:
-                found = [*text[-missing:], *found]
-        return found
+            if (missing := count - len(tokens)) > 0:
+                tokens = [*text[-missing:], *tokens]
+        return tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,45 +73,47 @@ class Trees:
     def propose(self, batch: Sequence[VerifyRequest]) -> tuple[Tokens, Mask]:
         """Tokens int64 ``[B * N]`` and masks bool ``[B * N * N]``: [b, i, j] is true where node j is node i or an
         ancestor of it."""
-        gone = self._pending.keys() - {one.request for one in batch}
-        rows = [self._row(one) for one in batch]
+        finished = self._pending.keys() - {request.request_id for request in batch}
+        rows = [self._row(request) for request in batch]
         # Fillers are not counted: a step always computes ``nodes`` rows a request, so draft nodes are measured as free.
-        self.chains.step(rows, gone, sum(1 + row.drafted for row in rows))
-        trees = [self.chains.tree(one.request, self._nodes, self._branches) for one in batch]
-        self._pending = {one.request: PendingTree(one.length, len(tree) - 1, max(tree.levels())) if tree is not None
-                         else PendingTree(one.length, 0, 0) for one, tree in zip(batch, trees, strict=True)}
-        return batch_arrays([one.last(1)[0] for one in batch], trees, self._nodes)
+        self.chains.step(rows, finished, sum(1 + row.drafted for row in rows))
+        trees = [self.chains.tree(request.request_id, self._nodes, self._branches) for request in batch]
+        self._pending = {
+            request.request_id: PendingTree(request.length, len(tree) - 1, max(tree.levels())) if tree is not None
+            else PendingTree(request.length, 0, 0) for request, tree in zip(batch, trees, strict=True)}
+        return batch_arrays([request.last(1)[0] for request in batch], trees, self._nodes)
 
     def forget(self) -> None:
         """Close all requests, because the engine has dropped its KV."""
         self.chains.step((), list(self._pending), 0)
         self._pending = {}
 
-    def _row(self, one: VerifyRequest) -> Row:
-        before = self._pending.get(one.request)
-        length = before.length if before is not None and before.length < one.length else one.length - 1
-        nodes, depth = (before.nodes, before.depth) if before is not None else (0, 0)
-        return Row(one.request, one.length, tuple(self._known(one.last(one.length - length))), nodes,
-                   len(one.prompt), one.limit, lambda: self._known(one.last(one.length)), depth=depth)
+    def _row(self, request: VerifyRequest) -> Row:
+        pending = self._pending.get(request.request_id)
+        length = pending.length if pending is not None and pending.length < request.length else request.length - 1
+        nodes, depth = (pending.nodes, pending.depth) if pending is not None else (0, 0)
+        new = self._without_placeholders(request.last(request.length - length))
+        return Row(request.request_id, request.length, tuple(new), nodes, len(request.prompt), request.limit,
+                   lambda: self._without_placeholders(request.last(request.length)), depth=depth)
 
-    def _known(self, tokens: Sequence[int]) -> list[int]:
+    def _without_placeholders(self, tokens: Sequence[int]) -> list[int]:
         return [int(token) if 0 <= token < self._vocab_size else 0 for token in tokens]
 
 
 def batch_arrays(roots: Sequence[int], trees: Sequence[DraftTree | None], nodes: int) -> tuple[Tokens, Mask]:
-    """See ``Trees.drafted``. A tree that is None has only the root."""
+    """See ``Trees.propose``. A tree that is None has only the root."""
     tokens = np.zeros((len(roots), nodes), np.int64)
     mask: Any = np.zeros((len(roots), nodes, nodes), np.bool_)
     mask[:, :, 0] = mask[:, range(nodes), range(nodes)] = True
     tokens[:, 0] = roots
-    for place, tree in enumerate(trees):
-        known, children = 1, set[int]()
-        if tree is not None and tree.tokens[0] == roots[place]:
-            known = len(tree)
-            tokens[place, :known] = tree.tokens
+    for index, tree in enumerate(trees):
+        size, children = 1, set[int]()
+        if tree is not None and tree.tokens[0] == roots[index]:
+            size = len(tree)
+            tokens[index, :size] = tree.tokens
             children = {token for token, parent in zip(tree.tokens, tree.parents, strict=True) if parent == 0}
-            for node in range(1, known):
-                mask[place, node] |= mask[place, tree.parents[node]]
-        others = (token for token in range(2 * nodes) if token not in children)
-        tokens[place, known:] = list(islice(others, nodes - known))
+            for node in range(1, size):
+                mask[index, node] |= mask[index, tree.parents[node]]
+        fillers = (token for token in range(2 * nodes) if token not in children)
+        tokens[index, size:] = list(islice(fillers, nodes - size))
     return tokens.reshape(-1), mask.reshape(-1)

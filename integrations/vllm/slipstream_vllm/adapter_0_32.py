@@ -57,11 +57,11 @@ def patch() -> None:
     inner = GPUModelRunner.propose_draft_token_ids
 
     def propose_draft_token_ids(self: Any, scheduler_output: Any, sampled_token_ids: Any, sampling_metadata: Any,
-                                hidden_states: Any, sample_hidden_states: Any, aux_hidden_states: Any, *rest: Any,
-                                **named: Any) -> Any:
+                                hidden_states: Any, sample_hidden_states: Any, aux_hidden_states: Any, *args: Any,
+                                **kwargs: Any) -> Any:
         if not isinstance(self.drafter, Proposer):
             return inner(self, scheduler_output, sampled_token_ids, sampling_metadata, hidden_states,
-                         sample_hidden_states, aux_hidden_states, *rest, **named)
+                         sample_hidden_states, aux_hidden_states, *args, **kwargs)
         if not self.drafter.connects:
             return [[] for _ in self.input_batch.req_ids]
         if (states := self.drafter.states) is not None:
@@ -105,15 +105,15 @@ def final_norm(model: Any, width: int, dtype: torch.dtype, device: torch.device)
     if norm is None or logits is None:
         return None
     row = torch.linspace(-1.0, 2.0, width, dtype=dtype, device=device)[None]
-    given = list[torch.Tensor]()
+    captured = list[torch.Tensor]()
 
-    def take(_: Any, asked: tuple[Any, ...]) -> None:
-        given.append(asked[1])
-        raise _Taken  # the rest of the call is not needed, and would wait for other ranks
+    def capture(_: Any, args: tuple[Any, ...]) -> None:
+        captured.append(args[1])
+        raise _Captured  # the rest of the call is not needed, and would wait for other ranks
 
-    handle = logits.register_forward_pre_hook(take)
+    handle = logits.register_forward_pre_hook(capture)
     try:
-        with torch.inference_mode(), suppress(_Taken):
+        with torch.inference_mode(), suppress(_Captured):
             model.compute_logits(row.clone())
         normed: torch.Tensor = norm(row.clone())
     except Exception as error:
@@ -122,10 +122,10 @@ def final_norm(model: Any, width: int, dtype: torch.dtype, device: torch.device)
     finally:
         handle.remove()
     final: FinalNorm = norm
-    return final if given and torch.equal(given[0], normed) else None
+    return final if captured and torch.equal(captured[0], normed) else None
 
 
-class _Taken(Exception):
+class _Captured(Exception):
     """Ends the trial call in ``final_norm`` once the state was seen."""
 
 
@@ -146,11 +146,11 @@ def patch_sampling(runner: Any) -> None:
 
     def _sample(self: Any, logits: Any, spec_decode_metadata: Any) -> Any:
         keyed = keyed_of(self)
-        asked = asked_of(self, keyed, spec_decode_metadata) if keyed is not None else ()
-        if keyed is None or not asked:
+        requests = choice_requests(self, keyed, spec_decode_metadata) if keyed is not None else ()
+        if keyed is None or not requests:
             return inner(self, logits, spec_decode_metadata)
         self.input_batch.generators.clear()  # a CPU's cannot be set back, as vLLM does after a part of a prompt
-        with keyed.step(asked):
+        with keyed.step(requests):
             return inner(self, logits, spec_decode_metadata)
 
     runner._sample = _sample
@@ -166,12 +166,12 @@ def patch_seeds(runner: Any) -> None:
         if self.device.type == "cpu":
             batch = self.input_batch
             parts = np.flatnonzero(self.discard_request_mask.np[: batch.num_reqs]).tolist()
-            self.slipstream_aside = {place: batch.generators.pop(place) for place in parts if place in batch.generators}
+            self.slipstream_aside = {index: batch.generators.pop(index) for index in parts if index in batch.generators}
         return sample(self, logits, spec_decode_metadata)
 
-    def _bookkeeping_sync(self: Any, *given: Any, **named: Any) -> Any:
+    def _bookkeeping_sync(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            return book(self, *given, **named)
+            return book(self, *args, **kwargs)
         finally:
             self.input_batch.generators.update(getattr(self, "slipstream_aside", NOTHING))
 
@@ -194,15 +194,15 @@ def keyed_of(runner: Any) -> KeyedSampling | None:
     return chooser
 
 
-def asked_of(runner: Any, keyed: KeyedSampling, spec: Any) -> list[ChoiceRequest]:
+def choice_requests(runner: Any, keyed: KeyedSampling, spec: Any) -> list[ChoiceRequest]:
     """The requests of the batch for which tokens are chosen now; empty if all are greedy."""
     batch = runner.input_batch
     keyed.cache.keep(batch.req_ids)
     if batch.sampling_metadata.all_greedy:
         return []
     return [ChoiceRequest(keyed.cache.of(request, runner.requests[request].sampling_params)[1],
-                          int(batch.num_tokens_no_spec[place]), spec.num_draft_tokens[place] if spec is not None else 0)
-            for place, request in enumerate(batch.req_ids)]
+                          int(batch.num_tokens_no_spec[index]), spec.num_draft_tokens[index] if spec is not None else 0)
+            for index, request in enumerate(batch.req_ids)]
 
 
 def _patch_ends(runner: Any) -> None:
@@ -229,36 +229,36 @@ def rows_of(runner: Any, scheduler_output: Any, sampled: list[list[int]]) -> lis
     facts = zip(batch.req_ids, sampled, batch.num_tokens_no_spec[:count].tolist(),
                 batch.num_prompt_tokens[:count].tolist(), strict=True)
     rows = list[Row]()
-    for place, (request, new, length, prompt) in enumerate(facts):
-        asked = requests[request].sampling_params
-        tokens = partial(text_of, texts, place, length, batch.vocab_size)
+    for index, (request, new, length, prompt) in enumerate(facts):
+        params = requests[request].sampling_params
+        tokens = partial(text_of, texts, index, length, batch.vocab_size)
         drafted = len(verified[request]) if request in verified else 0
-        if asked is None:
+        if params is None:
             rows.append(Row(request, length, tuple(new), drafted, prompt, longest, tokens, right,
                             max_drafted=scheduled))
             continue
-        most, extra, least = asked.max_tokens, asked.extra_args, prompt + asked.min_tokens - length
+        most, extra, least = params.max_tokens, params.extra_args, prompt + params.min_tokens - length
         rows.append(Row(request, length, tuple(new), drafted, prompt,
                         longest if most is None else min(prompt + most, longest), tokens,
-                        able or asked.temperature == 0.0,
-                        GREEDY if keyed is None else keyed.cache.of(request, asked)[0],
+                        able or params.temperature == 0.0,
+                        GREEDY if keyed is None else keyed.cache.of(request, params)[0],
                         extra.get(SWITCH) if extra else None, None, extra.get(HEADER) if extra else None,
-                        min(scheduled, least - 1) if least > 0 else scheduled, ends(asked, new)))
+                        min(scheduled, least - 1) if least > 0 else scheduled, ends(params, new)))
     return rows
 
 
-def ends(asked: Any, new: list[int]) -> bool:
+def ends(params: Any, new: list[int]) -> bool:
     """Whether vLLM's scheduler ends a request at one of the tokens that a step gave it."""
-    stops = asked.stop_token_ids or ()
-    return not {asked.eos_token_id, *stops}.isdisjoint(new)
+    stops = params.stop_token_ids or ()
+    return not {params.eos_token_id, *stops}.isdisjoint(new)
 
 
-def text_of(texts: Any, place: int, length: int, vocab_size: int) -> list[int]:
-    """The first ``length`` tokens of row ``place``. An image's placeholder may be an id beyond the vocabulary, which
+def text_of(texts: Any, index: int, length: int, vocab_size: int) -> list[int]:
+    """The first ``length`` tokens of row ``index``. An image's placeholder may be an id beyond the vocabulary, which
     drafts refuse and which would crash the engine in verification, so it becomes token 0."""
-    tokens = texts[place, :length]
-    known: list[int] = np.where((tokens >= 0) & (tokens < vocab_size), tokens, 0).tolist()
-    return known
+    tokens = texts[index, :length]
+    valid: list[int] = np.where((tokens >= 0) & (tokens < vocab_size), tokens, 0).tolist()
+    return valid
 
 
 def batch_of(runner: Any, scheduler_output: Any, sampled: list[list[int]]) -> Batch:

@@ -55,16 +55,16 @@ class Taps:
     def pick(self, inner: Sequence[torch.Tensor] | None, last: torch.Tensor) -> list[torch.Tensor]:
         """The states in the order of ``layers``. inner: of the inner layers in the model's order; last: after the final
         norm."""
-        given = dict(zip(self.inner, inner or (), strict=True))
-        return [given.get(layer, last) for layer in self.layers]
+        states = dict(zip(self.inner, inner or (), strict=True))
+        return [states.get(layer, last) for layer in self.layers]
 
     def check(self, target: TargetHello, draft: DraftHello) -> str:
         """As ``check_pair``, and raises PairingError unless the draft reads exactly these layers."""
         doubt = check_pair(target, draft)
         if draft.features is not None and draft.features.layers != self.layers:
-            found = list(draft.features.layers)
-            raise PairingError("features.layers", f"the draft reads {found}, vLLM gives {list(self.layers)}: start it "
-                               f"with slipstream.layers {found}")
+            layers = list(draft.features.layers)
+            raise PairingError("features.layers", f"the draft reads {layers}, vLLM gives {list(self.layers)}: start it "
+                               f"with slipstream.layers {layers}")
         return doubt
 
 
@@ -81,9 +81,9 @@ class Batch:
     blocks: NDArray[np.int32]  # [B, _] KV blocks; block 0 belongs to no request
     block_size: int
 
-    def slots(self, places: Indices, positions: Indices) -> Indices:
-        """KV slots of ``positions`` of the requests at ``places``; -1: no slot."""
-        blocks = self.blocks[places, positions // self.block_size].astype(np.int64)
+    def slots(self, indices: Indices, positions: Indices) -> Indices:
+        """KV slots of ``positions`` of the requests at ``indices``; -1: no slot."""
+        blocks = self.blocks[indices, positions // self.block_size].astype(np.int64)
         return np.where(blocks > 0, blocks * self.block_size + positions % self.block_size, -1)
 
 
@@ -100,7 +100,7 @@ class FeatureStore:
         self._tokens: NDArray[np.int32] = np.zeros(0, np.int32)
         self._rows: RowEncoder | None = None
         self._batch: Batch | None = None
-        self._places: dict[str, int] = {}
+        self._indices: dict[str, int] = {}
         self._newest_rows: dict[str, tuple[int, int]] = {}  # request -> first of its rows that are sent, number
         self._host_copy: HostCopy | None = None
         self._problem = ""
@@ -111,12 +111,12 @@ class FeatureStore:
         the model's, if its forward returns states before it."""
         self._final_norm = final_norm
         width = len(self.taps.layers) * hidden_size
-        places = max(1, self._most_bytes // (width * dtype.itemsize))
-        self._pool = torch.empty(places, width, dtype=dtype, device=device)
+        num_places = max(1, self._most_bytes // (width * dtype.itemsize))
+        self._pool = torch.empty(num_places, width, dtype=dtype, device=device)
         self._copy_stream = None
         if device.type == "cuda":
             self._copy_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._owners, self._tokens = np.full(places, -1, np.int64), np.zeros(places, np.int32)
+        self._owners, self._tokens = np.full(num_places, -1, np.int64), np.zeros(num_places, np.int32)
 
     def set_feature_spec(self, spec: FeatureSpec) -> bool:
         """Send rows as ``spec`` says from now on. False: its layers differ, or there is no memory for its projection;
@@ -134,7 +134,7 @@ class FeatureStore:
         """Keep the states of a step: ``inner`` taps and the ``last`` state, with a row for each row of the forward. For
         requests that a drafter ``reads`` the copy of the committed tokens' rows to the host begins here. It never
         raises: an error means no rows, and one log line for each new problem."""
-        self._batch, self._places, self._newest_rows, self._host_copy = None, {}, {}, None
+        self._batch, self._indices, self._newest_rows, self._host_copy = None, {}, {}, None
         try:
             last = last if self._final_norm is None else self._final_norm(last)
             self._keep(batch(), self.taps.pick(inner, last), reads)
@@ -144,43 +144,44 @@ class FeatureStore:
                 logger("vllm").exception("no states of this step")
 
     def _keep(self, batch: Batch, taps: Sequence[torch.Tensor], reads: Callable[[str], bool]) -> None:
-        self._batch, self._places = batch, {request: place for place, request in enumerate(batch.requests)}
+        self._batch, self._indices = batch, {request: index for index, request in enumerate(batch.requests)}
         offsets = np.cumsum(batch.scheduled) - batch.scheduled
         self._send_newest(batch, taps, offsets, reads)
-        places, steps = _spread(batch.ends - batch.computed)
-        positions = batch.computed[places] + steps
-        slots = batch.slots(places, positions)
-        rows, tokens = offsets[places] + steps, batch.tokens[places, positions]
-        if not (held := slots >= 0).all():
-            slots, rows, tokens = slots[held], rows[held], tokens[held]
+        indices, steps = _spread(batch.ends - batch.computed)
+        positions = batch.computed[indices] + steps
+        slots = batch.slots(indices, positions)
+        rows, tokens = offsets[indices] + steps, batch.tokens[indices, positions]
+        if not (has_slot := slots >= 0).all():
+            slots, rows, tokens = slots[has_slot], rows[has_slot], tokens[has_slot]
         at = slots % len(self._owners)
         self._owners[at] = slots
         self._tokens[at] = tokens
-        if not (won := self._owners[at] == slots).all():  # of two slots with the same place the later one keeps it
-            at, rows = at[won], rows[won]
+        # Of two slots with the same place the later one keeps it.
+        if not (is_newest := self._owners[at] == slots).all():
+            at, rows = at[is_newest], rows[is_newest]
         if len(at):
             self._pool.index_copy_(0, self._near(at), self._side_by_side(taps, rows).to(self._pool.dtype))
 
     def newest_rows(self, request: str) -> bytes | None:
         """The rows for the tokens that the last step committed: of the position before each; None: there are none."""
-        found = self._newest_rows.get(request)
-        if found is None or self._host_copy is None:
+        span = self._newest_rows.get(request)
+        if span is None or self._host_copy is None:
             return None
-        return self._host_copy.rows(*found)
+        return self._host_copy.rows(*span)
 
     def rows_since(self, request: str, start: int) -> tuple[int, int, bytes]:
         """The kept rows of a request of the last step, from position ``start`` on and after the last gap. Returns the
         first position, the number of rows, and the rows."""
-        place, batch = self._places.get(request), self._batch
-        if place is None or batch is None or self._rows is None:
+        index, batch = self._indices.get(request), self._batch
+        if index is None or batch is None or self._rows is None:
             return start, 0, b""
-        positions = np.arange(start, int(batch.ends[place]), dtype=np.int64)
-        slots = batch.slots(np.full(len(positions), place), positions)
+        positions = np.arange(start, int(batch.ends[index]), dtype=np.int64)
+        slots = batch.slots(np.full(len(positions), index), positions)
         at = slots % len(self._owners)
-        gone = np.flatnonzero((self._owners[at] != slots) | (slots < 0)
-                              | (self._tokens[at] != batch.tokens[place, positions]))
-        at = at[int(gone[-1]) + 1 :] if len(gone) else at
-        end = int(batch.ends[place])
+        gaps = np.flatnonzero((self._owners[at] != slots) | (slots < 0)
+                              | (self._tokens[at] != batch.tokens[index, positions]))
+        at = at[int(gaps[-1]) + 1 :] if len(gaps) else at
+        end = int(batch.ends[index])
         try:
             parts = [HostCopy(self._rows(self._pool.index_select(0, self._near(at[first : first + CHUNK]))),
                               self._copy_stream)
@@ -195,14 +196,14 @@ class FeatureStore:
             return
         counts = np.where([reads(request) for request in batch.requests], batch.sampled, 0)
         counts[counts > batch.ends - batch.computed] = 0
-        places, steps = _spread(counts)
-        if not len(places):
+        indices, steps = _spread(counts)
+        if not len(indices):
             return
         first = offsets + batch.ends - batch.computed - counts
-        self._host_copy = HostCopy(self._rows(self._side_by_side(taps, first[places] + steps)), self._copy_stream)
+        self._host_copy = HostCopy(self._rows(self._side_by_side(taps, first[indices] + steps)), self._copy_stream)
         begins = np.cumsum(counts) - counts
-        self._newest_rows = {request: (int(begins[place]), int(counts[place]))
-                             for place, request in enumerate(batch.requests) if counts[place]}
+        self._newest_rows = {request: (int(begins[index]), int(counts[index]))
+                             for index, request in enumerate(batch.requests) if counts[index]}
 
     def _side_by_side(self, taps: Sequence[torch.Tensor], rows: Indices) -> torch.Tensor:
         near = self._near(rows)
@@ -215,8 +216,8 @@ class FeatureStore:
 def _spread(counts: Indices) -> tuple[Indices, Indices]:
     """Counts (2, 0, 3) become owners (0, 0, 2, 2, 2) and their own numbers (0, 1, 0, 1, 2)."""
     counts = np.maximum(counts, 0)
-    who = np.repeat(np.arange(len(counts)), counts)
-    return who, np.arange(len(who)) - np.repeat(np.cumsum(counts) - counts, counts)
+    owners = np.repeat(np.arange(len(counts)), counts)
+    return owners, np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 class RowEncoder:
@@ -227,8 +228,8 @@ class RowEncoder:
         self._weight: torch.Tensor | None = None
         if (projection := spec.projection) is not None:
             flat = torch.frombuffer(bytearray(projection.weights), dtype=DTYPES[projection.dtype])
-            whole = flat.view(-1, projection.columns).to(device)
-            self._weight, self._norms = whole[: projection.rows], whole[projection.rows :]
+            weights = flat.view(-1, projection.columns).to(device)
+            self._weight, self._norms = weights[: projection.rows], weights[projection.rows :]
             self._norm_width, self._norm_eps = projection.norm_width, projection.norm_eps
 
     @torch.inference_mode()
@@ -239,7 +240,7 @@ class RowEncoder:
             if self._norm_width:
                 count = states.shape[1] // self._norm_width
                 parts = zip(states.chunk(count, 1), self._norms[0].chunk(count), strict=True)
-                states = torch.cat([F.rms_norm(part, own.shape, own, self._norm_eps) for part, own in parts], 1)
+                states = torch.cat([F.rms_norm(part, norm.shape, norm, self._norm_eps) for part, norm in parts], 1)
             states = F.linear(states, self._weight)
         return states.to(self._dtype)
 

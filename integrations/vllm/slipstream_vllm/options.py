@@ -34,14 +34,15 @@ class Options:
     kubeconfig: str = ""  # as wire.kubeconfig
 
     @staticmethod
-    def of(given: Any) -> Options:
-        """The options in ``given``, a mapping or None. Raises ConfigError naming the field."""
-        if not isinstance(given, Mapping) or not given.get("drafts"):
+    def of(config: Any) -> Options:
+        """The options in ``config``, a mapping or None. Raises ConfigError naming the field."""
+        if not isinstance(config, Mapping) or not config.get("drafts"):
             raise ConfigError(f"slipstream.drafts: {HINT}")
-        known = {field.name for field in fields(Options)}
-        if unknown := set(given) - known:
-            raise ConfigError(f"slipstream.{min(map(str, unknown))}: not known; use one of {', '.join(sorted(known))}")
-        values: dict[str, Any] = {name: tuple(one) if isinstance(one, list) else one for name, one in given.items()}
+        names = {field.name for field in fields(Options)}
+        if unknown := set(config) - names:
+            raise ConfigError(f"slipstream.{min(map(str, unknown))}: not known; use one of {', '.join(sorted(names))}")
+        values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value
+                                  for name, value in config.items()}
         try:
             return Options(**values)
         except ValidationError as error:

@@ -45,8 +45,8 @@ def sampling_of(params: Any, request: str, engine_seed: int | None, vocab_size: 
     seed = params.seed
     if seed is None:
         seed = int.from_bytes(hashlib.blake2b(f"{engine_seed} {request}".encode(), digest_size=8).digest(), "little")
-    given = params.stop_token_ids if params.ignore_eos else params.all_stop_token_ids
-    stops = sorted(stop for stop in given or () if 0 <= stop < vocab_size)
+    stop_ids = params.stop_token_ids if params.ignore_eos else params.all_stop_token_ids
+    stops = sorted(stop for stop in stop_ids or () if 0 <= stop < vocab_size)
     return Sampling(
         temperature=min(float(params.temperature), HOTTEST), top_k=min(max(0, params.top_k), MOST), top_p=params.top_p,
         min_p=params.min_p, presence_penalty=params.presence_penalty, frequency_penalty=params.frequency_penalty,
@@ -82,17 +82,17 @@ class SamplingCache:
 
     def of(self, request: str, params: Any) -> tuple[Sampling, Sampling]:
         """The whole Sampling of a request, and only its filters."""
-        known = self._of.get(request)
-        if known is None or known[0] is not params:
-            asked = sampling_of(params, request, self._seed, self._vocab_size)
-            known = self._of[request] = (params, asked, filters(asked))
-        return known[1], known[2]
+        cached = self._of.get(request)
+        if cached is None or cached[0] is not params:
+            sampling = sampling_of(params, request, self._seed, self._vocab_size)
+            cached = self._of[request] = (params, sampling, filters(sampling))
+        return cached[1], cached[2]
 
     def keep(self, requests: Iterable[str]) -> None:
         """Forget other requests from time to time: they may have ended."""
-        there = list(requests)
-        if len(self._of) > 2 * len(there) + 64:
-            self._of = {request: self._of[request] for request in there if request in self._of}
+        current = list(requests)
+        if len(self._of) > 2 * len(current) + 64:
+            self._of = {request: self._of[request] for request in current if request in self._of}
 
 
 class KeyedSampling:
@@ -114,35 +114,36 @@ class KeyedSampling:
         finally:
             self._requests = ()
 
-    def sample(self, logits: torch.Tensor, metadata: Any, *rest: Any, **named: Any) -> tuple[torch.Tensor, Any]:
+    def sample(self, logits: torch.Tensor, metadata: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
         """A token int64 [B] for each request: the only one, or the one after its draft tokens."""
         if not self._requests:
-            drawn: tuple[torch.Tensor, Any] = self._sample(logits, metadata, *rest, **named)
+            drawn: tuple[torch.Tensor, Any] = self._sample(logits, metadata, *args, **kwargs)
             return drawn
-        if not any(one.sampling.greedy for one in self._requests):
-            return choices(logits, [one.rows(row, 1, one.drafted) for row, one in enumerate(self._requests)]), None
+        if not any(request.sampling.greedy for request in self._requests):
+            sessions = [request.rows(row, 1, request.drafted) for row, request in enumerate(self._requests)]
+            return choices(logits, sessions), None
         chosen = self._sampler.greedy_sample(logits).to(torch.int64)
-        places = [place for place, one in enumerate(self._requests) if not one.sampling.greedy]
-        where = to_device(places, logits.device)
-        sessions = [self._requests[place].rows(row, 1, self._requests[place].drafted)
-                    for row, place in enumerate(places)]
+        indices = [index for index, request in enumerate(self._requests) if not request.sampling.greedy]
+        where = to_device(indices, logits.device)
+        sessions = [self._requests[index].rows(row, 1, self._requests[index].drafted)
+                    for row, index in enumerate(indices)]
         return chosen.index_copy_(0, where, choices(logits.index_select(0, where), sessions)), None
 
     def process(self, logits: torch.Tensor, metadata: Any, spec: Any) -> torch.Tensor:
         """vLLM's logits for verification, request after request, with the logit of our choice in each row set to
         infinity."""
         rows: torch.Tensor = self._process(logits, metadata, spec)
-        places, sessions, first = list[int](), list[ChoiceRows](), 0
-        for one, count in zip(self._requests, spec.num_draft_tokens, strict=False):
-            if count and not one.sampling.greedy:
-                sessions.append(one.rows(len(places), count, 0))
-                places += range(first, first + count)
+        indices, sessions, first = list[int](), list[ChoiceRows](), 0
+        for request, count in zip(self._requests, spec.num_draft_tokens, strict=False):
+            if count and not request.sampling.greedy:
+                sessions.append(request.rows(len(indices), count, 0))
+                indices += range(first, first + count)
             first += count
         if not sessions:
             return rows
-        where = to_device(places, rows.device)
-        mine = rows if len(places) == len(rows) else rows.index_select(0, where)
-        rows[where, choices(mine, sessions)] = torch.inf
+        where = to_device(indices, rows.device)
+        sampled_rows = rows if len(indices) == len(rows) else rows.index_select(0, where)
+        rows[where, choices(sampled_rows, sessions)] = torch.inf
         return rows
 
     def verify(self, spec: Any, draft_probs: Any, logits: torch.Tensor, metadata: Any) -> Any:

@@ -40,9 +40,9 @@ def patch() -> None:
 
 def _ending(begin: Callable[..., None]) -> Callable[..., None]:
     """``begin``, which runs in a process that may be forked from one where everything is patched."""
-    def run(*given: Any, **named: Any) -> None:
+    def run(*args: Any, **kwargs: Any) -> None:
         _end_with_parent()
-        begin(*given, **named)
+        begin(*args, **kwargs)
 
     return run
 
@@ -59,23 +59,23 @@ def _end_with(parent: Any) -> None:
 
 def _leaving(loop: Callable[..., Any]) -> Callable[..., Any]:
     """``loop``, which runs on a process' main thread when vLLM's own handlers stand."""
-    def run(*given: Any) -> Any:
-        left = list[int]()
+    def run(*args: Any) -> Any:
+        deferred = list[int]()
         for number in (signal.SIGTERM, signal.SIGINT):
-            if callable(theirs := signal.getsignal(number)):
-                signal.signal(number, _left(theirs, left))
-        return loop(*given)
+            if callable(handler := signal.getsignal(number)):
+                signal.signal(number, _deferring(handler, deferred))
+        return loop(*args)
 
     return run
 
 
-def _left(theirs: Handler, left: list[int]) -> Handler:
-    """``left``: what was left to the target, which ends at once by a second one."""
+def _deferring(handler: Handler, deferred: list[int]) -> Handler:
+    """``deferred``: what was left to the target, which ends at once by a second one."""
     def handle(number: int, frame: FrameType | None) -> None:
-        if not left and _served():
-            left.append(number)
+        if not deferred and _served():
+            deferred.append(number)
         else:
-            theirs(number, frame)
+            handler(number, frame)
 
     return handle
 
