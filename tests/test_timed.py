@@ -11,7 +11,7 @@ import pytest
 
 from bench.delayed import exact_loop, relay
 from bench.timed import timing_from_json, timing_to_json
-from bench.traffic.fallback import run_story
+from bench.traffic.fallback import run_fallback
 from slipstream.base.config import Config, load
 from slipstream.base.errors import ConfigError
 from slipstream.protocol.messages import Commit, Open
@@ -142,7 +142,7 @@ async def test_a_drafter_that_turns_bad_and_recovers_changes_no_answer(tmp_path:
     that in simulated time (``test_simulation``, ``test_policy``)."""
     monkeypatch.setattr("bench.timed.LOGS", tmp_path)
     said: list[str] = []
-    story, plain, speculated = await run_story(said.append, 180)
+    timeline, plain, speculated = await run_fallback(said.append, 180)
     assert speculated.tokens == plain.tokens
-    assert 0.0 < story.bad_from_s < story.good_from_s < float("inf"), said
-    assert speculated.accepted > 10 and story.changes[0][1] == "speculate", story.changes
+    assert 0.0 < timeline.bad_from_s < timeline.good_from_s < float("inf"), said
+    assert speculated.accepted > 10 and timeline.changes[0][1] == "speculate", timeline.changes

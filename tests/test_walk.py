@@ -1,4 +1,4 @@
-"""``make walk``: the profiler sees what is called between two marks, and both ways of a real answer are printed."""
+"""``make walk``: calls between two events are recorded, and a round and a request of a real answer are printed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import FrameType
 
 import pytest
 
-from bench.host.walk import OURS, ROOT, Call, Way, config_of, walk
+from bench.host.walk import OURS, ROOT, Call, CallRecorder, config_of, walk
 from slipstream.protocol.tree import DraftTree
 
 FOLDERS = (*OURS, f"{ROOT}/tests/")
@@ -17,29 +17,30 @@ WHOLE_TREES = ("target.policy.max_nodes=16", "target.policy.deadline_max_s=10", 
 
 
 def begin() -> None:
-    """The first mark."""
+    """The first event."""
 
 
 def end() -> None:
-    """The last one."""
+    """The last event."""
 
 
-def between(counts: bool = True) -> Way:
-    return Way(lambda frame, event: event == "call" and frame.f_code is begin.__code__,
-               lambda frame, event: event == "call" and frame.f_code is end.__code__, lambda: counts, folders=FOLDERS)
+def between(counts: bool = True) -> CallRecorder:
+    return CallRecorder(lambda frame, event: event == "call" and frame.f_code is begin.__code__,
+                        lambda frame, event: event == "call" and frame.f_code is end.__code__, lambda: counts,
+                        folders=FOLDERS)
 
 
-def seen_by(way: Way, *steps: Callable[[], object]) -> list[list[Call]]:
-    def see(frame: FrameType, event: str, _: object) -> None:
-        way.see(frame, event)
+def recorded_by(recorder: CallRecorder, *steps: Callable[[], object]) -> list[list[Call]]:
+    def profile(frame: FrameType, event: str, _: object) -> None:
+        recorder.on_event(frame, event)
 
-    sys.setprofile(see)
+    sys.setprofile(profile)
     try:
         for step in steps:
             step()
     finally:
         sys.setprofile(None)
-    return way.found
+    return recorder.recordings
 
 
 def numbers() -> Iterator[int]:
@@ -51,23 +52,23 @@ def root() -> None:
     DraftTree.root_only(7, 3)
 
 
-def test_calls_between_the_marks_are_seen_and_no_others() -> None:
-    (found,) = seen_by(between(), root, begin, root, end, root)
+def test_calls_between_the_events_are_recorded_and_no_others() -> None:
+    (found,) = recorded_by(between(), root, begin, root, end, root)
     assert Call("slipstream/protocol/tree.py", "DraftTree.root_only") in found
     assert {call.file for call in found} == {"slipstream/protocol/tree.py", "tests/test_walk.py"}
 
 
-def test_another_thread_than_those_on_the_way_is_not_counted() -> None:
-    assert seen_by(between(counts=False), begin, root, end) == [[]]
+def test_a_thread_that_does_not_count_is_not_recorded() -> None:
+    assert recorded_by(between(counts=False), begin, root, end) == [[]]
 
 
 def test_a_generator_counts_once() -> None:
-    (found,) = seen_by(between(), begin, lambda: list(numbers()), end)
+    (found,) = recorded_by(between(), begin, lambda: list(numbers()), end)
     assert [call.function for call in found].count("numbers") == 1
 
 
-def test_both_ways_of_an_answer_are_printed(tiny_folder: Path, tiny_draft_folder: Path,
-                                            capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_round_and_a_request_are_printed(tiny_folder: Path, tiny_draft_folder: Path,
+                                           capsys: pytest.CaptureFixture[str]) -> None:
     walk(config_of(f"model.path={tiny_folder}", "model.dtype=float32", "model.threads=1", "target.slots=1024",
                    "draft.drafter=standalone", f"draft.model={tiny_draft_folder}", *WHOLE_TREES),
          max_tokens=24)

@@ -1,19 +1,18 @@
-"""``make walk``: how many rooms a round enters, and how many a request does until its first byte of an answer.
+"""``make walk``: how many files a round goes through, and a request until the first byte of its answer.
 
 A few greedy answers of the default model with its default drafter, by real workers in one process: target and draft are
-joined by real gRPC over loopback, the router takes the target itself as its backend, the client is a socket. Every
-thread has a profiler, and calls of functions of our own packages count; a coroutine each time that it goes on, a
+connected by real gRPC over loopback, the router has the target itself as its backend, the client is a socket. Every
+thread has a profiler. Calls of functions of our own packages count: a coroutine each time that it is resumed, a
 generator once.
 
-A round: from the commit of a verdict (``TargetWorker._commit`` after ``walk`` returned) to the growth that
-answers it, taken by the session. Counted are the engine threads of target and draft and the loop that has nothing but
-both ends of their stream; what an engine thread does after it has handed its frame over (counters, clients, the next
-schedule) is on nobody's way, as the other end is at work already. Of all rounds of the answer that asked for a tree,
-the median one by calls is shown. Whether drafting pays under a profiler is nobody's question: it does not stop.
+A round: from the commit of a verdict (``TargetWorker._commit`` after ``walk`` returned) until the session has
+received the growth that answers it. Counted are the engine threads of target and draft, and the loop that runs both
+ends of their stream and nothing else. What an engine thread does after it has handed over its frame (counters, clients,
+the next schedule) does not count: the other end is already at work. Of all rounds of the answers that asked for a tree,
+the median one by calls is shown. Drafting never stops, though it may not pay under a profiler.
 
 A request: from its first bytes to the first event on its socket, the median one of a few. Counted are all threads but
-the draft's and that stream's; on the loop, tasks that were there before the request (looks at targets, metrics) are
-not.
+the draft's and that stream's; on the loop, tasks that ran before the request (polls of targets, metrics) are not.
 
 ``--calls`` lists functions. It knows nothing about time: a profiler makes everything slow.
 """
@@ -55,20 +54,20 @@ from slipstream.wire.servicer import DraftServicer
 from target_service.assembly import build as build_target
 
 FREE_PORTS = tuple(f"router.{port}=127.0.0.1:0" for port in ("listen", "grpc_listen", "metrics_listen"))
-STUBBORN = ("target.policy.always=true",)
+ALWAYS_DRAFT = ("target.policy.always=true",)
 MAX_TOKENS = 96
 LINK_S = 60.0
-ROUND_FILES, ROUND_CALLS, REQUEST_FILES = 20, 250, 30  # at most: the goals
-# Where a round begins and ends. Whoever moves these functions names the new ones here.
+ROUND_FILES, ROUND_CALLS, REQUEST_FILES = 20, 250, 30  # the goals: at most
+# Where a round begins and ends. If these functions move, name the new ones here.
 VERDICT = tree.walk.__code__
-TAKEN = TargetSide.receive.__code__
+GROWTH_RECEIVED = TargetSide.receive.__code__
 HANDED_OVER = Outbox.send.__code__
-GOES_ON = ("Following._receive", "DraftWorker._round", "TargetWorker._commit")
+NEW_WORK = ("Following._receive", "DraftWorker._round", "TargetWorker._commit")
 
 ROOT = Path(__file__).parents[2]
 OURS = tuple(f"{ROOT / package}/" for package in ("slipstream", "draft_service", "target_service", "router_service"))
 
-Mark = Callable[[FrameType, str], bool]
+Marker = Callable[[FrameType, str], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,102 +79,105 @@ class Call:
 
 
 @dataclass(slots=True)
-class Way:
-    """Records the calls between two marks, each time that they follow one another. ``again``: if the first mark comes
-    again in between, recording begins again. ``counts`` returns whether calls of the present thread count."""
+class CallRecorder:
+    """Records the calls from a first event to a last one, each time. ``restarts``: if the first event happens again in
+    between, recording restarts. ``is_counted`` returns whether calls of the current thread count."""
 
-    begins: Mark
-    ends: Mark
-    counts: Callable[[], bool]
-    again: bool = False
+    is_first: Marker
+    is_last: Marker
+    is_counted: Callable[[], bool]
+    restarts: bool = False
     folders: tuple[str, ...] = OURS
-    found: list[list[Call]] = field(default_factory=list)
-    calls: list[Call] | None = None  # since the first mark; None: not recording
+    recordings: list[list[Call]] = field(default_factory=list)
+    calls: list[Call] | None = None  # since the first event; None: not recording
 
-    def see(self, frame: FrameType, event: str) -> None:
-        """A profiler's event, on any thread."""
-        if (self.again or self.calls is None) and self.begins(frame, event):
+    def on_event(self, frame: FrameType, event: str) -> None:
+        """Handle a profiler's event, of any thread."""
+        if (self.restarts or self.calls is None) and self.is_first(frame, event):
             self.calls = []
         calls = self.calls
         if calls is None:
             return
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(self.folders) and not _goes_on(frame) and self.counts():
+        if event == "call" and code.co_filename.startswith(self.folders) and (
+                not _is_resumed_generator(frame) and self.is_counted()):
             calls.append(Call(str(Path(code.co_filename).relative_to(ROOT)), code.co_qualname))
-        if self.ends(frame, event):
-            self.found.append(calls)
+        if self.is_last(frame, event):
+            self.recordings.append(calls)
             self.calls = None
 
     @property
     def median(self) -> list[Call]:
         """The recording with the median number of calls. Raises Unavailable where there is none."""
-        if not self.found:
-            raise Unavailable("nothing was seen between the two marks")
-        return sorted(self.found, key=len)[len(self.found) // 2]
+        if not self.recordings:
+            raise Unavailable("nothing was recorded between the two events")
+        return sorted(self.recordings, key=len)[len(self.recordings) // 2]
 
 
-def _goes_on(frame: FrameType) -> bool:
-    """Whether it is a generator's frame that was entered before: the profiler sees a call again."""
+def _is_resumed_generator(frame: FrameType) -> bool:
+    """Whether a generator is resumed: the profiler reports that as a call, too."""
     code = frame.f_code
     return code.co_flags & inspect.CO_GENERATOR != 0 and code.co_code[frame.f_lasti + 1] != 0  # RESUME's argument
 
 
-class Walked:
-    """Draft, target and router in this process, and the two ways through them. Use it as a context: inside it, all
-    threads that are started have a profiler, and requests are taken."""
+class ProfiledServices:
+    """Draft, target and router in this process, and recorders of a round and a request. Use it as a context: inside it,
+    all threads that are started have a profiler, and requests are served."""
 
     def __init__(self, config: Config) -> None:
         """Loads the models and measures steps, unprofiled."""
-        self._ways: tuple[Way, ...] = ()
-        self._verdict = False  # one is there and not committed
-        self._handed_over = set[int]()  # engine threads that have
-        threading.setprofile(self._see)
+        self._recorders: tuple[CallRecorder, ...] = ()
+        self._verdict_pending = False  # a verdict is not committed yet
+        self._handed_over = set[int]()  # engine threads that have handed over their frame
+        threading.setprofile(self._profile)
         self._loops = ExitStack()  # each on a thread of its own
-        self._stream, self._clients = [self._loops.enter_context(start_blocking_portal()) for _ in range(2)]
-        self._streaming, self._serving = [loop.call(threading.get_ident) for loop in (self._stream, self._clients)]
+        self._stream_loop, self._client_loop = [self._loops.enter_context(start_blocking_portal()) for _ in range(2)]
+        self._stream_thread = self._stream_loop.call(threading.get_ident)
+        self._client_thread = self._client_loop.call(threading.get_ident)
         self._draft = build_draft(config)
-        self._target = build_target(config, self._clients.call(asyncio.get_running_loop))
-        self._link = self._stream.call(self._joined, config.wire)
+        self._target = build_target(config, self._client_loop.call(asyncio.get_running_loop))
+        self._link = self._stream_loop.call(self._connect, config.wire)
         self._target.service.drafts = lambda: [self._link.status()]
-        self._drafting, self._deciding = _started(self._draft.start), _started(self._target.worker.start)
-        self._router = self._clients.call(RouterService, config, {"local": self._target.service})
-        self._clients.call(self._router.start)
-        self._resident = self._clients.call(asyncio.all_tasks)
-        self.round = Way(self._commits, self._taken, self._of_a_round, again=True)
-        self.request = Way(self._came, self._answered, self._of_a_request)
+        self._draft_threads = _start_threads(self._draft.start)
+        self._target_threads = _start_threads(self._target.worker.start)
+        self._router = self._client_loop.call(RouterService, config, {"local": self._target.service})
+        self._client_loop.call(self._router.start)
+        self._background_tasks = self._client_loop.call(asyncio.all_tasks)
+        self.round = CallRecorder(self._is_commit, self._is_growth_received, self._counts_for_round, restarts=True)
+        self.request = CallRecorder(self._is_request_received, self._is_first_event_sent, self._counts_for_request)
 
-    async def _joined(self, wire: WireSection) -> DraftLink:
+    async def _connect(self, wire: WireSection) -> DraftLink:
         self._server = GrpcServer("127.0.0.1:0", wire, [DraftServicer(self._draft)])
         port = await self._server.start()
         link = DraftLink(f"127.0.0.1:{port}", self._target.hello, self._target.worker.following, check_pair)
-        self._linked = asyncio.create_task(link.run())
+        self._link_task = asyncio.create_task(link.run())
         return link
 
-    def __enter__(self) -> Walked:
+    def __enter__(self) -> ProfiledServices:
         deadline_s = time.monotonic() + LINK_S
         while not self._link.status().connected:
             if time.monotonic() > deadline_s:
-                raise Unavailable(f"target and draft do not find each other: {self._link.status().problem}")
+                raise Unavailable(f"target and draft do not connect: {self._link.status().problem}")
             time.sleep(0.01)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._ways = ()
+        self._recorders = ()
         threading.setprofile(None)
-        self._clients.call(self._router.drain, 0.1)
-        self._stream.call(self._parted)
+        self._client_loop.call(self._router.drain, 0.1)
+        self._stream_loop.call(self._disconnect)
         self._target.end()
         self._draft.stop()
         self._loops.close()
 
-    async def _parted(self) -> None:
-        self._linked.cancel()
-        await asyncio.gather(self._linked, return_exceptions=True)
+    async def _disconnect(self) -> None:
+        self._link_task.cancel()
+        await asyncio.gather(self._link_task, return_exceptions=True)
         await self._server.drain(0.1)
 
     def watch(self) -> None:
         """Record requests from now on."""
-        self._ways = (self.round, self.request)
+        self._recorders = (self.round, self.request)
 
     def ask(self, question: str, max_tokens: int) -> None:
         """Ask for one greedy answer, streamed, and read it to its end."""
@@ -189,59 +191,59 @@ class Walked:
         if response.status != 200 or b"[DONE]" not in body:
             raise Unavailable(f"no answer: {body[:200]!r}")
 
-    def _see(self, frame: FrameType, event: str, _: object) -> None:
+    def _profile(self, frame: FrameType, event: str, _: object) -> None:
         if event == "return" and frame.f_code is HANDED_OVER:
             self._handed_over.add(threading.get_ident())
-        elif event == "call" and frame.f_code.co_qualname in GOES_ON:
+        elif event == "call" and frame.f_code.co_qualname in NEW_WORK:
             self._handed_over.discard(threading.get_ident())
-        for way in self._ways:
-            way.see(frame, event)
+        for recorder in self._recorders:
+            recorder.on_event(frame, event)
 
-    def _commits(self, frame: FrameType, event: str) -> bool:
+    def _is_commit(self, frame: FrameType, event: str) -> bool:
         if event == "return" and frame.f_code is VERDICT:
-            self._verdict = True
-        if not (self._verdict and event == "call" and frame.f_code.co_name == "_commit" and (
-                threading.get_ident() in self._deciding)):
+            self._verdict_pending = True
+        if not (self._verdict_pending and event == "call" and frame.f_code.co_name == "_commit" and (
+                threading.get_ident() in self._target_threads)):
             return False
-        self._verdict = False
+        self._verdict_pending = False
         return True
 
-    def _taken(self, frame: FrameType, event: str) -> bool:
-        """Whether a growth for the newest commit was taken; a late one answers an earlier round."""
-        if event != "return" or frame.f_code is not TAKEN:
+    def _is_growth_received(self, frame: FrameType, event: str) -> bool:
+        """Whether a growth for the newest commit was received; a late one answers an earlier round."""
+        if event != "return" or frame.f_code is not GROWTH_RECEIVED:
             return False
         side = frame.f_locals["self"]
         return any(isinstance(value, Growth) and value.base == side.base for value in frame.f_locals.values())
 
-    def _of_a_round(self) -> bool:
+    def _counts_for_round(self) -> bool:
         thread = threading.get_ident()
-        return thread == self._streaming or (
-            thread in self._deciding | self._drafting and thread not in self._handed_over)
+        return thread == self._stream_thread or (
+            thread in self._target_threads | self._draft_threads and thread not in self._handed_over)
 
-    def _came(self, frame: FrameType, event: str) -> bool:
+    def _is_request_received(self, frame: FrameType, event: str) -> bool:
         return event == "call" and frame.f_code.co_name == "data_received" and (
-            threading.get_ident() == self._serving)
+            threading.get_ident() == self._client_thread)
 
-    def _answered(self, frame: FrameType, event: str) -> bool:
+    def _is_first_event_sent(self, frame: FrameType, event: str) -> bool:
         code = frame.f_code
         return event == "call" and code.co_name == "write" and code.co_filename == selector_events.__file__ and (
             b"data: " in frame.f_locals["data"])
 
-    def _of_a_request(self) -> bool:
+    def _counts_for_request(self) -> bool:
         thread = threading.get_ident()
-        if thread == self._serving:
-            return asyncio.current_task() not in self._resident
-        return thread != self._streaming and thread not in self._drafting
+        if thread == self._client_thread:
+            return asyncio.current_task() not in self._background_tasks
+        return thread != self._stream_thread and thread not in self._draft_threads
 
 
-def _started(start: Callable[[], None]) -> set[int]:
-    """The threads that ``start`` starts."""
+def _start_threads(start: Callable[[], None]) -> set[int]:
+    """Call ``start``. Returns the threads that it starts."""
     before = threading.enumerate()
     start()
     return {thread.ident or 0 for thread in threading.enumerate() if thread not in before}
 
 
-def shown(name: str, what: str, calls: Sequence[Call], goal: str, functions: bool) -> None:
+def print_calls(name: str, what: str, calls: Sequence[Call], goal: str, functions: bool) -> None:
     """Print files (or functions) in order of their first entry, with their calls."""
     counts = Counter(f"{call.file}:{call.function}" if functions else call.file for call in calls)
     rows: list[Row] = [{"entered": entered, "calls": count} for entered, count in counts.items()]
@@ -250,21 +252,21 @@ def shown(name: str, what: str, calls: Sequence[Call], goal: str, functions: boo
 
 
 def walk(config: Config, max_tokens: int, functions: bool = False) -> None:
-    """Print both ways of a few answers. Raises ModelError, or Unavailable where no tree was asked for."""
+    """Print a round and a request of a few answers. Raises ModelError, or Unavailable where no tree was asked for."""
     first, *others = QUESTIONS[:4]
-    with Walked(config) as walked:
-        walked.ask(first, max_tokens)  # not recorded: work that is done once in a process does not count
-        walked.watch()
+    with ProfiledServices(config) as services:
+        services.ask(first, max_tokens)  # not recorded: work done once in a process does not count
+        services.watch()
         for question in others:
-            walked.ask(question, max_tokens)
-    shown("round", f"a round, the median of {len(walked.round.found)}", walked.round.median,
+            services.ask(question, max_tokens)
+    print_calls("round", f"a round, the median of {len(services.round.recordings)}", services.round.median,
           f"{ROUND_FILES} files, {ROUND_CALLS} calls", functions)
-    shown("request", "a request to its first event", walked.request.median, f"{REQUEST_FILES} files", functions)
+    print_calls("request", "a request to its first event", services.request.median, f"{REQUEST_FILES} files", functions)
 
 
 def config_of(*overrides: str) -> Config:
     """Everything in one process, on free ports. Raises ConfigError."""
-    return resolve_drafter(load(None, (*FREE_PORTS, *STUBBORN, "log.level=warning", *overrides))).on_one_machine()
+    return resolve_drafter(load(None, (*FREE_PORTS, *ALWAYS_DRAFT, "log.level=warning", *overrides))).on_one_machine()
 
 
 def main() -> None:
