@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from slipstream.drafting.ngram import A_TOKEN, BREADTH, LONGEST, ORDERS, SPARE, NgramDrafter
+from slipstream.drafting.ngram import MAX_CHILDREN, MAX_MATCH, ORDERS, RESERVED_BYTES, TOKEN_BYTES, NgramDrafter
 from slipstream.protocol.messages import Commit, Growth, Open
 from slipstream.protocol.requests import Sampling
 from tests.growth_rules import GrowthLedger, scored_paths
@@ -68,8 +68,8 @@ def test_a_period_goes_on_beyond_the_end_of_the_text() -> None:
 
 def test_breadth_and_depth_are_bounded() -> None:
     text = [t for n in range(10) for t in (1, 2, 10 + n)] + [1, 2]
-    assert sum(len(path) == 1 for path in paths(opened(text).grow([7], [63])[0])) == BREADTH
-    assert max(len(path) for path in paths(opened([1, 2, 3] * 20).grow([7], [63])[0])) == LONGEST
+    assert sum(len(path) == 1 for path in paths(opened(text).grow([7], [63])[0])) == MAX_CHILDREN
+    assert max(len(path) for path in paths(opened([1, 2, 3] * 20).grow([7], [63])[0])) == MAX_MATCH
 
 
 def test_a_second_grow_adds_only_further_nodes() -> None:
@@ -103,16 +103,16 @@ def test_room_and_strangers() -> None:
 
 def test_texts_take_no_more_memory_than_is_left() -> None:
     """Sixty-four answers to prompts of 100,000 tokens took 2.7 GB, and a draft of the chart has 2 GiB."""
-    left = SPARE + 1500 * A_TOKEN
-    drafter = NgramDrafter(8, left=lambda: left)
+    free = RESERVED_BYTES + 1500 * TOKEN_BYTES
+    drafter = NgramDrafter(8, free_bytes=lambda: free)
 
     def opens(session: int, count: int) -> list[int]:
         return drafter.open([Open(session, np.zeros(count, np.int32), 1, Sampling())])
 
     assert opens(1, 1000) == []
-    left = SPARE + 500 * A_TOKEN
+    free = RESERVED_BYTES + 500 * TOKEN_BYTES
     assert opens(2, 1000) == [2] and opens(3, 500) == []
-    left = SPARE
+    free = RESERVED_BYTES
     assert opens(3, 501) == [3] and opens(3, 500) == [], "what it had is there again"
     drafter.close([1])
     assert opens(2, 1000) == []

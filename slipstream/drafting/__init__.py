@@ -106,7 +106,7 @@ def create(section: DraftSection, model: ModelSection, num_slots: int = 0) -> Dr
     if section.drafter == "ngram":
         from slipstream.engine.runner import limited_memory
 
-        return NgramDrafter(section.max_sessions, left=lambda: (limited_memory() or (None, None))[0])
+        return NgramDrafter(section.max_sessions, free_bytes=lambda: (limited_memory() or (None, None))[0])
     if not section.model and section.drafter != "mtp":
         raise ConfigError(f"draft.model: the drafter {section.drafter} needs a draft model: give its name or folder")
     from slipstream.drafting.loading import load

@@ -28,10 +28,10 @@ from slipstream.protocol.tree import MAX_NODES
 
 # Constants and no settings: no measurement favoured other values.
 ORDERS = (2, 4, 8, 16)  # suffixes that are looked up; below the shortest nothing is proposed
-LONGEST = 18  # most tokens of a match that count, and the greatest depth of a tree
-BREADTH = 4  # children of a node after the shortest match; one after the longest
-A_TOKEN, SPARE = 400, 128 << 20  # bytes of a remembered token; bytes that are kept free for answers that go on
-KEEP = 1_000_000 // 18  # newest tokens of a session, as many as SGLang's trie of a million nodes holds
+MAX_MATCH = 18  # tokens of a match that are counted, and the greatest depth of a tree
+MAX_CHILDREN = 4  # of a node after the shortest match; one after the longest
+TOKEN_BYTES, RESERVED_BYTES = 400, 128 << 20  # of a remembered token; kept free for answers that go on
+MAX_TOKENS = 1_000_000 // 18  # newest tokens kept of a session, as many as SGLang's trie of a million nodes holds
 
 
 class Branch(NamedTuple):
@@ -42,14 +42,14 @@ class Branch(NamedTuple):
     parent: int
     token: int
     depth: int  # 1 below the root
-    members: list[Match]  # occurrences that continue so
+    matches: list[Match]  # that continue with this token
 
 
 @dataclass(slots=True)
 class NgramSession:
     index: SuffixIndex
     tree: GrowingTree
-    asked: bool = False  # whether matches were looked up at this base
+    is_matched: bool = False  # whether matches were looked up at this base
     heap: list[Branch] = field(default_factory=list)
     age: int = 0
 
@@ -62,42 +62,42 @@ class NgramDrafter:
     vocab_size = 0
     hidden_size = 0
     max_nodes = MAX_NODES - 1
-    max_context = KEEP
+    max_context = MAX_TOKENS
 
     def __init__(self, max_sessions: int, orders: Sequence[int] = ORDERS,
-                 left: Callable[[], int | None] = lambda: None) -> None:
-        """left: returns the bytes of memory that are free; None: no limit."""
-        self._orders, self._left = orders, left
-        self._most = 0  # tokens that were remembered at the same time
+                 free_bytes: Callable[[], int | None] = lambda: None) -> None:
+        """free_bytes: returns the bytes of memory that are free; None: no limit."""
+        self._orders, self._free_bytes = orders, free_bytes
+        self._peak_tokens = 0  # the most tokens remembered at the same time
         self._sessions: dict[int, NgramSession] = {}
         self.max_sessions = max_sessions
 
     def open(self, opens: Sequence[Open]) -> list[int]:
-        """Begin sessions (again); returns the ids beyond ``max_sessions``, or what is left of memory."""
+        """Begin sessions (again); returns the ids beyond ``max_sessions``, or for whose text there is no memory."""
         refused = []
         for message in opens:
             known = self._sessions.pop(message.session, None)
-            if len(self._sessions) >= self.max_sessions or not self._fits(min(len(message.tokens), 2 * KEEP)):
+            if len(self._sessions) >= self.max_sessions or not self._fits(min(len(message.tokens), 2 * MAX_TOKENS)):
                 refused.append(message.session)
                 continue
-            index = SuffixIndex(self._orders, LONGEST, KEEP)
-            index.extend(message.tokens[-2 * KEEP:].tolist())
+            index = SuffixIndex(self._orders, MAX_MATCH, MAX_TOKENS)
+            index.extend(message.tokens[-2 * MAX_TOKENS:].tolist())
             tree = GrowingTree(len(message.tokens), next_id=1 if known is None else known.tree.next_id)
             self._sessions[message.session] = NgramSession(index, tree)
         return refused
 
     def _fits(self, count: int) -> bool:
         """Whether there is memory for ``count`` further tokens."""
-        whole = count + sum([len(session.index.tokens) for session in self._sessions.values()])
-        if whole > self._most:
-            left = self._left()
-            if left is not None and A_TOKEN * (whole - self._most) > left - SPARE:
+        num_tokens = count + sum([len(session.index.tokens) for session in self._sessions.values()])
+        if num_tokens > self._peak_tokens:
+            free = self._free_bytes()
+            if free is not None and TOKEN_BYTES * (num_tokens - self._peak_tokens) > free - RESERVED_BYTES:
                 return False
-            self._most = whole
+            self._peak_tokens = num_tokens
         return True
 
     def absorb(self, features: Sequence[Features]) -> None:
-        """Nothing: it reads tokens alone."""
+        """Nothing: it reads only tokens."""
 
     def commit(self, commits: Sequence[Commit]) -> None:
         """Append committed tokens; the next tree begins at the new base."""
@@ -108,7 +108,7 @@ class NgramDrafter:
             tokens = message.tokens.tolist()
             session.index.extend(tokens)
             session.tree.commit(tokens, keep_kv=False)
-            session.asked = False
+            session.is_matched = False
 
     def grow(self, ids: Sequence[int], budgets: Sequence[int], steps: int = 0) -> list[Growth]:
         """Up to ``budgets[i]`` further nodes for each known session, best first. Levels cost no time: ``steps`` does
@@ -130,36 +130,37 @@ class NgramDrafter:
 
     def _grow(self, session_id: int, session: NgramSession, budget: int) -> Growth:
         tree, heap = session.tree, session.heap
-        if not session.asked:  # earlier occurrences of the newest tokens, once at each base
-            session.asked = True
+        if not session.is_matched:  # earlier occurrences of the newest tokens, once at each base
+            session.is_matched = True
             heap.clear()
             self._push(session, ROOT, 0.0, 0, session.index.matches())
-        left = min(budget, tree.free_nodes)
-        while heap and (left > 0 or tree.target_has(heap[0].parent, heap[0].token)):
+        nodes_left = min(budget, tree.free_nodes)
+        while heap and (nodes_left > 0 or tree.target_has(heap[0].parent, heap[0].token)):
             branch = heapq.heappop(heap)
             node = tree.propose(branch.parent, branch.token, -branch.cost)
-            left -= tree.ids[node] == 0
-            if branch.depth < LONGEST:
-                self._push(session, node, branch.cost, branch.depth, branch.members)
+            nodes_left -= tree.ids[node] == 0
+            if branch.depth < MAX_MATCH:
+                self._push(session, node, branch.cost, branch.depth, branch.matches)
         return tree.next_growth(session_id, budget)
 
-    def _push(self, session: NgramSession, parent: int, cost: float, depth: int, members: list[Match]) -> None:
-        """Put the children of a node at ``depth`` on the heap: one for each distinct continuation of its members."""
-        if not members:
+    def _push(self, session: NgramSession, parent: int, cost: float, depth: int, matches: list[Match]) -> None:
+        """Put the children of a node at ``depth`` on the heap: one for each distinct continuation of its matches."""
+        if not matches:
             return
         groups: dict[int, list[Match]] = {}
-        for member in members:
-            groups.setdefault(session.index.token_after(member.end, depth), []).append(member)
-        left = 1.0
-        for token, group in list(groups.items())[:self._breadth(members[0].length + depth)]:
-            matched = group[0].length + depth
-            share = matched / (matched + DOUBT)
-            heapq.heappush(session.heap, Branch(cost - log(left * share), session.age, parent, token, depth + 1, group))
-            left *= 1.0 - share
+        for match in matches:
+            groups.setdefault(session.index.token_after(match.end, depth), []).append(match)
+        mass_left = 1.0
+        for token, group in list(groups.items())[:self._max_children(matches[0].length + depth)]:
+            length = group[0].length + depth
+            share = length / (length + DOUBT)
+            total = cost - log(mass_left * share)
+            heapq.heappush(session.heap, Branch(total, session.age, parent, token, depth + 1, group))
+            mass_left *= 1.0 - share
             session.age += 1
 
-    def _breadth(self, matched: int) -> int:
+    def _max_children(self, match_length: int) -> int:
         """Children of a node: fewer the longer the match, down to one."""
-        least = self._orders[0]
-        over = min(1.0, max(0, matched - least) / (LONGEST - least))
-        return max(1, round(BREADTH - over * (BREADTH - 1)))
+        shortest = self._orders[0]
+        longer = min(1.0, max(0, match_length - shortest) / (MAX_MATCH - shortest))
+        return max(1, round(MAX_CHILDREN - longer * (MAX_CHILDREN - 1)))
