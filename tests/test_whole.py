@@ -52,8 +52,8 @@ class Watched:
     def reshape(self, topk: int, levels: int) -> None:
         pass
 
-    def supports(self, rows: int, levels: int, topk: int, drawn: Sampling | None) -> bool:
-        return self.backend.supports(rows, levels, topk, drawn)
+    def supports(self, rows: int, levels: int, topk: int, noise: Sampling | None) -> bool:
+        return self.backend.supports(rows, levels, topk, noise)
 
     def grow_trees(self, seeds: Sequence[Seed], topk: int, alone: bool = False) -> Grown:
         self.calls.append(len(seeds))
@@ -113,10 +113,10 @@ def test_sampled_trees_are_those_that_grow_level_by_level(head: EagleHead, topk:
 def test_levels_that_are_not_certain_are_grown_one_by_one(head: EagleHead, certain: tuple[int, int]) -> None:
     def change(grown: Grown) -> Grown:
         """The first two sessions' deeper levels are nonsense."""
-        known, tokens = grown.known.copy(), grown.tokens.copy()
+        known, tokens = grown.known_levels.copy(), grown.tokens.copy()
         for place, levels in enumerate(certain[: len(known)]):
             known[place], tokens[place, 1 + (levels - 1) * 3 if levels else 0 :] = levels, 1
-        return replace(grown, known=known, tokens=tokens)
+        return replace(grown, known_levels=known, tokens=tokens)
 
     both = WholeTrees(head, 3, 4, change=change)
     for session, sampling in enumerate((*SAMPLED, Sampling()), start=1):

@@ -108,40 +108,40 @@ class GraphBackend:
     def warm(self) -> int:
         """Capture all graphs now, the largest first. Returns how many there are."""
         for shape in reversed(self._shapes):
-            for drawn in (False, True) if self._supports_sampling else (False,):
-                self._graph(shape.sessions, drawn)
+            for sampled in (False, True) if self._supports_sampling else (False,):
+                self._graph(shape.sessions, sampled)
         return len(self._graphs)
 
     def graphs(self) -> list[TreeGraph]:
         """The captured graphs."""
         return list(self._graphs.values())
 
-    def supports(self, rows: int, levels: int, topk: int, drawn: Sampling | None) -> bool:
+    def supports(self, rows: int, levels: int, topk: int, noise: Sampling | None) -> bool:
         """See ``neural.TreeBackend``."""
         fits = rows <= MAX_PENDING_ROWS and levels <= self._shape.levels and topk == self._shape.topk
-        return fits and (drawn is None or (self._supports_sampling and not is_narrow(drawn))) and bool(self._shapes)
+        return fits and (noise is None or (self._supports_sampling and not is_narrow(noise))) and bool(self._shapes)
 
     def grow_trees(self, seeds: Sequence[Seed], topk: int, _alone: bool = False) -> Grown:
         """See ``neural.TreeBackend``."""
-        seeds, kinds, found = self._compute_older_rows(seeds), list[Indices](), list[Grown]()
-        is_drawn = np.array([seed.drawn is not None for seed in seeds])
-        for places, drawn in ((np.flatnonzero(~is_drawn), False), (np.flatnonzero(is_drawn), True)):
+        seeds, orders, parts = self._compute_older_rows(seeds), list[Indices](), list[Grown]()
+        is_sampled = np.array([seed.noise is not None for seed in seeds])
+        for places, sampled in ((np.flatnonzero(~is_sampled), False), (np.flatnonzero(is_sampled), True)):
             if len(places):
-                some = [seeds[place] for place in places]
-                graph = self._graph(len(some), drawn)
-                kinds.append(places)
-                found.append((graph(some) if graph is not None else None) or self._grow_root_children(some, drawn))
-        if len(found) == 1:
-            return found[0]
-        tokens, scores, picks, known = (np.concatenate(parts) for parts in zip(
-            *((part.tokens, part.scores, part.picks, part.known) for part in found), strict=True))
-        return Grown(tokens, scores, picks, torch.cat([part.states for part in found]), known).of(
-            np.concatenate(kinds).argsort().tolist())
+                group = [seeds[place] for place in places]
+                graph = self._graph(len(group), sampled)
+                orders.append(places)
+                parts.append((graph(group) if graph is not None else None) or self._grow_root_children(group, sampled))
+        if len(parts) == 1:
+            return parts[0]
+        tokens, scores, picks, known_levels = (np.concatenate(arrays) for arrays in zip(
+            *((part.tokens, part.scores, part.picks, part.known_levels) for part in parts), strict=True))
+        return Grown(tokens, scores, picks, torch.cat([part.states for part in parts]), known_levels).select(
+            np.concatenate(orders).argsort().tolist())
 
     @torch.inference_mode()
     def _compute_older_rows(self, seeds: Sequence[Seed]) -> list[Seed]:
         """Compute the pending rows for which a graph has no room, the oldest ones. Returns seeds of the others."""
-        most, left = self._shape.most_pending, list[Seed]()
+        most, remaining = self._shape.most_pending, list[Seed]()
         builder, states = BatchBuilder(), list[torch.Tensor]()
 
         def compute() -> None:
@@ -158,13 +158,13 @@ class GraphBackend:
                 states.append(seed.states[:cut])
                 seed = replace(seed, tokens=seed.tokens[cut:], states=seed.states[cut:], position=seed.position + cut,
                                context=np.concatenate((seed.context, seed.slots[:cut])), slots=seed.slots[cut:])
-            left.append(seed)
+            remaining.append(seed)
         if states:
             compute()
-        return left
+        return remaining
 
     @torch.inference_mode()
-    def _grow_root_children(self, seeds: Sequence[Seed], drawn: bool) -> Grown:
+    def _grow_root_children(self, seeds: Sequence[Seed], sampled: bool) -> Grown:
         """Grow only the roots' children, without a graph."""
         builder, network, shape = BatchBuilder(), self._network, self._shape
         for seed in seeds:
@@ -173,27 +173,27 @@ class GraphBackend:
                         seed.context, logits="last")
         out = network.forward(builder.build(network.device, torch.cat([seed.states for seed in seeds])))
         assert out.states is not None
-        if drawn:
+        if sampled:
             keys = to_device(noise_keys(seeds, Shape(len(seeds), shape.topk, 0)), network.device)
             best = network.drawn(out.logits, keys, shape.topk)
         else:
             best = network.children(out.logits, shape.topk)
-        rows, known = 1 + shape.levels * shape.topk, np.ones(len(seeds), np.int64)
+        rows, known_levels = 1 + shape.levels * shape.topk, np.ones(len(seeds), np.int64)
         tokens, scores = (np.pad(part.cpu().numpy()[:, None], ((0, 0), (0, rows - 1), (0, 0))) for part in best)
         picks = np.zeros((len(seeds), shape.levels, shape.topk), np.int64)
-        return Grown(tokens, scores, picks, F.pad(out.states[:, None], (0, 0, 0, rows - 1)), known)
+        return Grown(tokens, scores, picks, F.pad(out.states[:, None], (0, 0, 0, rows - 1)), known_levels)
 
-    def _graph(self, count: int, drawn: bool) -> TreeGraph | None:
+    def _graph(self, count: int, sampled: bool) -> TreeGraph | None:
         shape = next((shape for shape in self._shapes if shape.sessions >= count), None)
-        if shape is not None and (shape, drawn) not in self._graphs:
+        if shape is not None and (shape, sampled) not in self._graphs:
             try:
-                self._graphs[shape, drawn] = TreeGraph(self._network, self._attention, shape, drawn, self._capture)
+                self._graphs[shape, sampled] = TreeGraph(self._network, self._attention, shape, sampled, self._capture)
             except RuntimeError as error:
                 self._shapes = [other for other in self._shapes if other.sessions < shape.sessions]
                 self._graphs = {kind: graph for kind, graph in self._graphs.items() if kind[0] in self._shapes}
                 logger("draft").warning("no graphs for so many trees at once", sessions=shape.sessions,
                                         reason=first_line(error))
-        return None if shape is None else self._graphs.get((shape, drawn))
+        return None if shape is None else self._graphs.get((shape, sampled))
 
 
 def is_narrow(sampling: Sampling) -> bool:
@@ -205,12 +205,12 @@ def is_narrow(sampling: Sampling) -> bool:
 def noise_keys(seeds: Sequence[Seed], shape: Shape) -> Indices:
     """[M, ROW_PARAMS]: the values of ``races.pack_row_params`` for B roots, then for the K rows of each in every
     level; rows of sessions beyond ``seeds`` hold arbitrary values."""
-    wanted = [(seed.drawn or Sampling(), seed.base) for seed in seeds]
+    wanted = [(seed.noise or Sampling(), seed.base) for seed in seeds]
     wanted += [(Sampling(temperature=1.0), 0)] * (shape.sessions - len(seeds))
     depths, count = range(1 + shape.levels), shape.sessions * (1 + shape.levels)
-    found = pack_row_params([sampling for sampling, _ in wanted] * len(depths), [1] * count,
-                       [base + depth for depth in depths for _, base in wanted], range(count))
-    rows = np.concatenate((found[: shape.sessions], found[shape.sessions :].repeat(shape.topk, 0)))
+    params = pack_row_params([sampling for sampling, _ in wanted] * len(depths), [1] * count,
+                             [base + depth for depth in depths for _, base in wanted], range(count))
+    rows = np.concatenate((params[: shape.sessions], params[shape.sessions :].repeat(shape.topk, 0)))
     rows[:, 1] = np.concatenate((np.arange(shape.sessions), *[np.arange(shape.rows)] * shape.levels))
     return rows
 
@@ -255,19 +255,19 @@ def _plan(rows: Indices, entries: Indices, listed: Sequence[Indices], limits: In
 class TreeGraph:
     """The captured graph of one shape, for greedy or for sampled sessions."""
 
-    __slots__ = ("_attends", "_bits", "_children", "_drawn", "_inputs", "_network", "_pages", "_parts", "_picks",
-                 "_replay", "_shape", "_start", "_states")
+    __slots__ = ("_attends", "_bits", "_children", "_inputs", "_network", "_pages", "_parts", "_picks", "_replay",
+                 "_sampled", "_shape", "_start", "_states")
 
-    def __init__(self, network: EagleNetwork, attention: PagedAttention, shape: Shape, drawn: bool,
+    def __init__(self, network: EagleNetwork, attention: PagedAttention, shape: Shape, sampled: bool,
                  capture: Capture) -> None:
         assert shape.topk * shape.levels <= MOST_BITS
         device, (width, dtype) = network.device, network.state_type
         b, k, levels = shape.sessions, shape.topk, shape.levels
-        self._network, self._shape, self._drawn = network, shape, drawn
+        self._network, self._shape, self._sampled = network, shape, sampled
         bits = np.uint64(1) << np.arange(k * levels, dtype=np.uint64)
         self._bits = torch.from_numpy(bits.view(np.int64)).to(device).view(levels, k)
         sizes = (shape.pending, shape.pending, shape.pending, b, shape.rows, levels * shape.rows,
-                 ROW_PARAMS * (b + levels * shape.rows) if drawn else 0,
+                 ROW_PARAMS * (b + levels * shape.rows) if sampled else 0,
                  packed_size(shape.pending, b + 1), packed_size(shape.rows, b))
         self._start = torch.zeros(sum(sizes), dtype=torch.int64, device=device)  # see ``_write``
         *self._parts, pending, level = self._start.split_with_sizes(sizes)
@@ -317,7 +317,7 @@ class TreeGraph:
         plans = places.pending_plan(), places.level_plan(shape.topk)
         start = np.concatenate((*(tokens for tokens, _ in own), nothing, *(at for _, at in own), nothing,
                                 *places.pending, places.padding, rows.cumsum() - 1, np.repeat(first, shape.topk),
-                                by_level.ravel(), *([noise_keys(seeds, shape).ravel()] if self._drawn else []),
+                                by_level.ravel(), *([noise_keys(seeds, shape).ravel()] if self._sampled else []),
                                 *map(packed, plans)))
         self._start.copy_(torch.from_numpy(start), non_blocking=True)
         if seeds:
@@ -344,7 +344,7 @@ class TreeGraph:
         network, shape = self._network, self._shape
         b, k, levels = shape.sessions, shape.topk, shape.levels
         tokens, positions, slots, roots, tree_positions, tree_slots, keys = self._parts
-        keys_by_level = keys.view(-1, ROW_PARAMS).split_with_sizes((b, *[shape.rows] * levels)) if self._drawn else ()
+        keys_by_level = keys.view(-1, ROW_PARAMS).split_with_sizes((b, *[shape.rows] * levels)) if self._sampled else ()
         network.clear(tree_slots)
         out = network.level(tokens, positions, slots, self._inputs, self._attends[0], roots)
         ids, above = self._store(0, 1, out, keys_by_level)

@@ -54,9 +54,9 @@ class TreeBackend(Protocol):
         """From now on trees have ``levels`` levels below the root's children, each of ``topk`` rows."""
         ...
 
-    def supports(self, rows: int, levels: int, topk: int, drawn: Sampling | None) -> bool:
+    def supports(self, rows: int, levels: int, topk: int, noise: Sampling | None) -> bool:
         """Whether it can grow such a tree for a session with ``rows`` pending rows. levels: below the root's children.
-        drawn: whose keyed noise ranks the children; None: greedy."""
+        noise: the sampling whose keyed noise ranks the children; None: greedy."""
         ...
 
     def grow_trees(self, seeds: Sequence[Seed], topk: int, alone: bool = False) -> Grown:
@@ -66,7 +66,7 @@ class TreeBackend(Protocol):
 
 
 def grow_whole_trees(backend: TreeBackend, slots: Slots, contexts: Sequence[DraftContext], wanted: Mapping[int, int],
-               topk: int, alone: bool = False) -> dict[int, int]:
+                     topk: int, alone: bool = False) -> dict[int, int]:
     """Grow whole trees for the sessions that ``backend`` supports. wanted: levels of each session, the root's children
     counted; windows have room for them. alone: the drafter has no other session. Returns the levels that each session
     got."""
@@ -80,7 +80,8 @@ def grow_whole_trees(backend: TreeBackend, slots: Slots, contexts: Sequence[Draf
                 return levels
             grown = backend.grow_trees([seed for _, seed in seeded], topk, alone)
             seeded, grown = _drop_unknown(seeded, grown)
-            counts = adopt_levels([context.tree for context, _ in seeded], grown, (grown.known - 1).tolist(), topk)
+            counts = adopt_levels([context.tree for context, _ in seeded], grown,
+                                  (grown.known_levels - 1).tolist(), topk)
             for (context, seed), states, count in zip(seeded, grown.states.unbind(), counts, strict=True):
                 _mark_computed(context, seed, states, (count - 1) * topk)
                 levels[context.session] = count
@@ -111,20 +112,20 @@ def _allocate_seeds(slots: Slots, contexts: Sequence[DraftContext], wanted: Mapp
 def _drop_unknown(seeded: list[tuple[DraftContext, Seed]],
                   grown: Grown) -> tuple[list[tuple[DraftContext, Seed]], Grown]:
     """Keep the trees with at least one known level. The others' rows become pending again."""
-    if grown.known.all():
+    if grown.known_levels.all():
         return seeded, grown
-    for (context, seed), known in zip(seeded, grown.known.tolist(), strict=True):
-        if not known:
+    for (context, seed), num_known in zip(seeded, grown.known_levels.tolist(), strict=True):
+        if not num_known:
             context.restore_inputs(seed)
-    kept: list[int] = grown.known.nonzero()[0].tolist()
-    return [seeded[index] for index in kept], grown.of(kept)
+    usable: list[int] = grown.known_levels.nonzero()[0].tolist()
+    return [seeded[index] for index in usable], grown.select(usable)
 
 
 def _can_grow_whole(backend: TreeBackend, context: DraftContext, levels: int, topk: int) -> bool:
     rows = context.num_pending
     return (levels > 0 and context.ranks_raw_logits and not context.tree.begun and context.tree.num_sent < MAX_HELD - 1
             and rows > 0 and context.first_pending + rows == len(context.tokens)
-            and backend.supports(rows, levels - 1, topk, context.drawn))
+            and backend.supports(rows, levels - 1, topk, context.noise))
 
 
 def _mark_computed(context: DraftContext, seed: Seed, states: torch.Tensor, count: int) -> None:

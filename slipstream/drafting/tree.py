@@ -294,7 +294,7 @@ class DraftContext:
     lag: int
     zero_fill: bool = True  # whether a row without a target state is computed with zeros; lag 1 only
     ranks_raw_logits: bool = False  # without penalties and logit_bias; noise may be added
-    drawn: Sampling | None = None  # whose keyed noise ranks children; None: greedy
+    noise: Sampling | None = None  # whose keyed noise ranks children; None: greedy
     start: int = 0  # position of the oldest row, if no row was left out
     origin: int = 0  # subtracted from positions before rotary embedding
     slots: Indices = field(default_factory=lambda: NO_SLOTS)  # [C] KV of rows start .. start + C - 1
@@ -308,7 +308,7 @@ class DraftContext:
         self.start = self.origin = self.lag
         sampling = self.sampling
         self.ranks_raw_logits = not sampling.logit_bias and not sampling.path_dependent
-        self.drawn = None if sampling.greedy else sampling
+        self.noise = None if sampling.greedy else sampling
 
     @property
     def base(self) -> int:
@@ -392,7 +392,7 @@ class DraftContext:
         tokens = self.tokens[row:]
         states = self.take_inputs(len(tokens))
         assert states is not None
-        return Seed(tokens, states, row - self.origin, self.slots, slots, levels, len(self.tokens), self.drawn)
+        return Seed(tokens, states, row - self.origin, self.slots, slots, levels, len(self.tokens), self.noise)
 
     def restore_inputs(self, seed: Seed) -> None:
         """Put the seed's states back: its rows are pending again."""

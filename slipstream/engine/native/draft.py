@@ -56,7 +56,7 @@ class Seed:
     slots: Indices  # [M + levels * K] for the pending rows and the tree's, level by level
     levels: int  # of the tree below the root's children
     base: int  # position of the root's children in the text, where the prompt's first token is 0
-    drawn: Sampling | None  # rank children under this sampling's noise (it adjusts no logits); None: greedily
+    noise: Sampling | None  # rank children under this sampling's noise (it adjusts no logits); None: greedily
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +68,14 @@ class Grown:
     scores: NDArray[np.float64]  # [B, R, K] their log scores, as ``sampling.rank`` gives them
     picks: Indices  # [B, L, K] which candidates of the level above became a level's rows
     states: torch.Tensor  # [B, R, W]
-    known: Indices  # [B] levels that are certain, counted from the root's children; deeper ones are undefined
+    known_levels: Indices  # [B] levels that are certain, counted from the root's children; deeper ones are undefined
 
-    def of(self, places: list[int]) -> Grown:
+    def select(self, places: list[int]) -> Grown:
         """The trees of the seeds at ``places``, in this order."""
-        if places == list(range(len(self.known))):
+        if places == list(range(len(self.known_levels))):
             return self
         return Grown(self.tokens[places], self.scores[places], self.picks[places], self.states[places],
-                     self.known[places])
+                     self.known_levels[places])
 
 
 class Trees(ctypes.Structure):
@@ -132,9 +132,9 @@ class Call:
         sampled = list[bytes]()
         for seed in seeds:
             records += (len(seed.tokens), begin, len(seed.context), seed.position, seed.levels, seed.base,
-                        -1 if seed.drawn is None else len(sampled))
-            if seed.drawn is not None:
-                sampled.append(unadjusted_record(seed.drawn))
+                        -1 if seed.noise is None else len(sampled))
+            if seed.noise is not None:
+                sampled.append(unadjusted_record(seed.noise))
             tokens += seed.tokens
             slots += (seed.context, seed.slots)
             begin += len(seed.context) + len(seed.slots)
@@ -202,12 +202,12 @@ class NativeDraft:
     def reshape(self, topk: int, levels: int) -> None:
         """Nothing: it grows trees of any shape."""
 
-    def supports(self, rows: int, levels: int, topk: int, drawn: Sampling | None) -> bool:
+    def supports(self, rows: int, levels: int, topk: int, noise: Sampling | None) -> bool:
         """Whether ``grow_trees`` can grow such a tree: at most MOST_PENDING pending ``rows`` and MOST_BITS tree rows, a
-        ``topk`` within the vocabulary, and with noise (``drawn``) a vocabulary that its race supports."""
+        ``topk`` within the vocabulary, and with ``noise`` a vocabulary that its race supports."""
         columns = self._head.packed.outer
         return (rows <= MOST_PENDING and topk <= columns and topk * levels <= MOST_BITS
-                and not (drawn is not None and self.race.vocabulary(columns) is None))
+                and not (noise is not None and self.race.vocabulary(columns) is None))
 
     def grow_trees(self, seeds: Sequence[Seed], topk: int, alone: bool = False) -> Grown:
         """The trees of all ``seeds``, at least one; KV of their rows is written. topk: K; a tree has at most MOST_BITS
@@ -223,7 +223,7 @@ class NativeDraft:
         if call is None:
             call = self._calls[len(seeds), most, topk] = self._call(len(seeds), most, topk)
         grown = call(self._alone if alone else self._team, seeds, states, self._table)
-        return grown.of(order)
+        return grown.select(order)
 
     def _call(self, sessions: int, levels: int, topk: int) -> Call:
         if self._ranking is None or self._ranking.topk != topk:
