@@ -24,7 +24,7 @@ from router_service.text.tokens import TextCodec
 from slipstream.base.config import DraftSection, Dtype, LogSection, ModelSection
 from slipstream.drafting import create
 from slipstream.drafting.neural import NeuralDrafter
-from slipstream.drafting.records import TOGETHER, Record, record, slots_for
+from slipstream.drafting.records import MAX_PROMPTS, Record, record, slots_for
 from slipstream.drafting.rounds import slots_needed
 from slipstream.engine.loading import load_model
 from slipstream.engine.runner import ModelRunner
@@ -47,9 +47,9 @@ def recorder_of(target: Path, head: Path, tokens: int,
     """What records prompts with a target and its EAGLE-3 head. Raises ModelError."""
     model = ModelSection(path=str(target), dtype=dtype)
     draft = DraftSection(drafter="eagle3", model=str(head), dtype=dtype)
-    drafter = create(draft, model, TOGETHER * slots_for(PROMPT, tokens))
+    drafter = create(draft, model, MAX_PROMPTS * slots_for(PROMPT, tokens))
     assert isinstance(drafter, NeuralDrafter)
-    runner = ModelRunner(load_model(target, model), slots_needed([[0] * PROMPT] * TOGETHER, tokens))
+    runner = ModelRunner(load_model(target, model), slots_needed([[0] * PROMPT] * MAX_PROMPTS, tokens))
     return partial(record, runner, drafter.network, tokens)
 
 
@@ -62,8 +62,8 @@ def recorded(prompts: str, count: int, tokens: int) -> list[Record]:
     asked = [codec.chat([{"role": "user", "content": question}])[-PROMPT:]
              for name in SETS for question in read_questions(prompts, name, count)]
     recorder, records = recorder_of(resolve(target), packaged_head(known), tokens), list[Record]()
-    for first in track(range(0, len(asked), TOGETHER), "answers and trees"):
-        records += recorder(asked[first : first + TOGETHER])
+    for first in track(range(0, len(asked), MAX_PROMPTS), "answers and trees"):
+        records += recorder(asked[first : first + MAX_PROMPTS])
     return records
 
 

@@ -27,8 +27,8 @@ from slipstream.engine.runner import ModelRunner
 from slipstream.protocol.messages import Growth
 
 ROWS, FORWARDS = 32, 8  # nodes expanded in one forward, and forwards at each position
-CHILDREN, LEAST = 64, -9.0  # most children of a node; the lowest score that is kept
-TOGETHER = 13  # most questions answered at once
+MAX_CHILDREN, MIN_SCORE = 64, -9.0  # children of a node; score of a node that is kept
+MAX_PROMPTS = 13  # answered at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +60,8 @@ class Recording(NeuralDrafter):
 
     def __init__(self, network: Network) -> None:
         # Not validated: wider than the limit for trees that are sent.
-        shape = GrowthSection.model_construct(num_steps=1 + FORWARDS, topk=CHILDREN, num_draft_tokens=CHILDREN)
-        super().__init__("recording", network, shape, TOGETHER)
+        shape = GrowthSection.model_construct(num_steps=1 + FORWARDS, topk=MAX_CHILDREN, num_draft_tokens=MAX_CHILDREN)
+        super().__init__("recording", network, shape, MAX_PROMPTS)
         self.places: dict[int, list[Place]] = defaultdict(list)
 
     def grow(self, ids: Sequence[int], budgets: Sequence[int], steps: int = 0) -> list[Growth]:
@@ -81,9 +81,9 @@ class Recording(NeuralDrafter):
 
 
 def place_of(root: int, tree: GrowingTree) -> Place:
-    """``tree`` below the token ``root``, without nodes whose score is below ``LEAST``."""
+    """``tree`` below the token ``root``, without nodes whose score is below ``MIN_SCORE``."""
     scores = np.array(tree.scores)
-    kept = np.flatnonzero(scores >= LEAST)  # parents of what is kept are kept, too
+    kept = np.flatnonzero(scores >= MIN_SCORE)  # parents of what is kept are kept, too
     numbers = np.zeros(1 + len(scores), np.int64)
     numbers[1 + kept] = 1 + np.arange(len(kept))
     above, totals = numbers[1 + np.array(tree.parents, np.int64)[kept]], np.concatenate(([0.0], scores[kept]))
@@ -96,7 +96,7 @@ def place_of(root: int, tree: GrowingTree) -> Place:
 
 
 def record(runner: ModelRunner, network: Network, tokens: int, prompts: Sequence[Sequence[int]]) -> list[Record]:
-    """Answer at most TOGETHER prompts with the target ``runner``, and record the trees of its drafter. network: the
+    """Answer at most MAX_PROMPTS prompts with the target ``runner``, and record the trees of its drafter. network: the
     drafter's, with ``slots_for`` slots for each prompt; tokens: the longest answer. Raises CapacityError without
     enough slots."""
     drafter = Recording(network)

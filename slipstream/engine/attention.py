@@ -351,18 +351,18 @@ def disagreement(attention: PagedAttention, config: ModelConfig, dtype: torch.dt
                 for count, heads in ((batch.num_rows, config.num_heads), (2 * TRIAL_SLOTS, config.num_kv_heads)))
     kv = torch.full_like(known, torch.nan).view(TRIAL_SLOTS, 2, config.num_kv_heads, config.head_dim)
     kv.index_copy_(0, batch.kv_slots, known.view_as(kv).index_select(0, batch.kv_slots))
-    right = TorchAttention(config, torch.float32).plan(batch)(q.float(), kv.float())
-    for way, found in (("planned", attention.plan(batch)(q, kv)), ("fixed", _fixed(attention, config, batch, q, kv))):
-        worst = largest_row_error(found, right)
+    expected = TorchAttention(config, torch.float32).plan(batch)(q.float(), kv.float())
+    for way, actual in (("planned", attention.plan(batch)(q, kv)), ("fixed", _fixed(attention, config, batch, q, kv))):
+        worst = largest_row_error(actual, expected)
         if worst > ROUNDING:
             return f"in a trial ({way}) a row is off by {worst:.2g} of its length, and rounding explains {ROUNDING:g}"
     return ""
 
 
-def largest_row_error(found: torch.Tensor, right: torch.Tensor) -> float:
-    """The greatest distance between a row of ``found`` [T, W] and the same row of ``right``, relative to the norm of
-    the latter; infinite if a number is NaN."""
-    off = (found.float() - right.float()).norm(dim=1) / right.float().norm(dim=1)
+def largest_row_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """The greatest distance between a row of ``actual`` [T, W] and the same row of ``expected``, relative to the norm
+    of the latter; infinite if a number is NaN."""
+    off = (actual.float() - expected.float()).norm(dim=1) / expected.float().norm(dim=1)
     return float(off.nan_to_num_(nan=torch.inf).max())
 
 
@@ -389,6 +389,6 @@ def _fixed(attention: PagedAttention, config: ModelConfig, batch: ForwardBatch, 
     pages = PageTensors.within(torch.from_numpy(packed(plan)).to(kv.device), indices, batch.num_rows)
     write_indices(pages, plan)
     fixed = attention.fixed(pages)
-    for _ in "ab":  # the second ``replan`` goes a shorter way, which must be right too
+    for _ in "ab":  # the second ``replan`` goes a shorter way, which must be correct too
         fixed.replan(plan)
     return fixed(q, kv)

@@ -277,12 +277,12 @@ class GraphedDecoder:
                   words if is_tree else None, rows if is_tree else 0)
         self._model.forward(before.build(self.device), pool)
         batch = tried.build(self.device)
-        right = self._model.forward(batch, pool, taps)
+        expected = self._model.forward(batch, pool, taps)
         result = step(batch)
         if result is None:
             return "it was captured with another launch"
-        worst = max(largest_row_error(found, wanted) for found, wanted in zip(result, right, strict=True)
-                    if found is not None and wanted is not None)
+        worst = max(largest_row_error(actual, wanted) for actual, wanted in zip(result, expected, strict=True)
+                    if actual is not None and wanted is not None)
         return f"its replay is off by {worst:.2g} of a row's length" if worst > TRIAL_LIMIT else ""
 
     def _mirror_of(self, table: SlotTable | None) -> Mirror | None:

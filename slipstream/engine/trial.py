@@ -87,9 +87,9 @@ def check(config: Any, build: Build, serve: Serve) -> None:
         torch.manual_seed(0)
         model = tiny(config, build)
         try:
-            for name, found, right in _compared(model, serve):
-                off = float(((found - right).abs().max() / right.abs().max()).nan_to_num(nan=torch.inf))
-                if off > TOLERANCE or not torch.equal(found.argmax(-1), right.argmax(-1)):
+            for name, actual, expected in _compared(model, serve):
+                off = float(((actual - expected).abs().max() / expected.abs().max()).nan_to_num(nan=torch.inf))
+                if off > TOLERANCE or not torch.equal(actual.argmax(-1), expected.argmax(-1)):
                     raise ModelError(
                         f"{where}: engine hf would answer wrongly: on a tiny copy {name} differs from the model's own "
                         f"forward by {off:.1g} of the largest logit, where rounding explains {TOLERANCE:g}")
@@ -108,23 +108,24 @@ def _compared(model: Any, serve: Serve) -> Iterator[tuple[str, torch.Tensor, tor
     text, other = tokens[:length], tokens[length:]
     nodes = list(range(len(PARENTS)))
     tree = DraftTree(length + 1, [vocab - 1 - node for node in nodes], list(PARENTS), nodes, [-1.0 * n for n in nodes])
-    right, right_other = _own_logits(model, text), _own_logits(model, other)
+    expected, expected_other = _own_logits(model, text), _own_logits(model, other)
     paths = [tree.path(node) for node in range(len(tree))]
     branches = torch.cat([_own_logits(model, [*text, *[tree.tokens[node] for node in path]])[-1:] for path in paths])
 
     sessions, rest = Sessions(serve(model)), iter(text)
     parts = [list(islice(rest, rows)) for rows in CHUNKS]
-    whole, one, two, three = range(4)
-    yield "a prompt", sessions.run({whole: text[:prompt]}), right[:prompt]
-    yield "a prompt in chunks", torch.cat([sessions.run({one: part}) for part in parts]), right[:prompt]
-    yield "a step", torch.cat([sessions.run({one: [token]}) for token in text[prompt:]]), right[prompt:]
-    yield "a tree", sessions.run_tree(one, tree), branches
-    found, wanted, taken, other_taken = [], [], 0, 0
+    unchunked, chunked, first, second = range(4)
+    yield "a prompt", sessions.run({unchunked: text[:prompt]}), expected[:prompt]
+    yield "a prompt in chunks", torch.cat([sessions.run({chunked: part}) for part in parts]), expected[:prompt]
+    yield "a step", torch.cat([sessions.run({chunked: [token]}) for token in text[prompt:]]), expected[prompt:]
+    yield "a tree", sessions.run_tree(chunked, tree), branches
+    actual_parts, expected_parts, start, other_start = [], [], 0, 0
     for rows, others in SHARED:
-        found.append(sessions.run({two: text[taken : taken + rows], three: other[other_taken : other_taken + others]}))
-        wanted += [right[taken : taken + rows], right_other[other_taken : other_taken + others]]
-        taken, other_taken = taken + rows, other_taken + others
-    yield "one of two sessions", torch.cat(found), torch.cat(wanted)
+        actual_parts.append(sessions.run({first: text[start : start + rows],
+                                          second: other[other_start : other_start + others]}))
+        expected_parts += [expected[start : start + rows], expected_other[other_start : other_start + others]]
+        start, other_start = start + rows, other_start + others
+    yield "one of two sessions", torch.cat(actual_parts), torch.cat(expected_parts)
 
 
 class Sessions:

@@ -168,11 +168,11 @@ def difference(operations: Operations, config: ModelConfig, dtype: torch.dtype, 
     """How these operations differ from torch's on random rows of a layer of ``config``, in words; empty: they do
     not."""
     for rows in TRIAL_ROWS:
-        for what, found, right in compared(operations, config, dtype, device, rows):
-            wide = right.float().nan_to_num(0.0)
+        for what, actual, expected in compared(operations, config, dtype, device, rows):
+            wide = expected.float().nan_to_num(0.0)
             allowed = ROUNDINGS * torch.finfo(dtype).eps * wide.abs().amax(-1, keepdim=True)
-            unwritten = found.isnan().ne(right.isnan()).any()
-            far = (found.float().nan_to_num(0.0) - wide).abs() > allowed
+            unwritten = actual.isnan().ne(expected.isnan()).any()
+            far = (actual.float().nan_to_num(0.0) - wide).abs() > allowed
             if bool(unwritten | far.any()):
                 return f"{what} of {rows} rows are not what torch computes"
     return ""
@@ -188,7 +188,7 @@ def compared(operations: Operations, config: ModelConfig, dtype: torch.dtype, de
         return torch.randn(shape, generator=rng).to(device, dtype)
 
     x, added, weight = noise(rows, config.hidden_size), noise(rows, config.hidden_size), noise(config.hidden_size)
-    added_up = [some.add_norm(x, added, weight, config.norm_eps) for some in (operations, TORCH)]
+    added_up = [ops.add_norm(x, added, weight, config.norm_eps) for ops in (operations, TORCH)]
     yield from zip(("sums", "norms"), *added_up, strict=True)
     gate_up = 4 * noise(rows, 2 * config.intermediate_size)
     yield "activations", operations.silu_mul(gate_up.clone()), TORCH.silu_mul(gate_up)
@@ -199,9 +199,9 @@ def compared(operations: Operations, config: ModelConfig, dtype: torch.dtype, de
     slots = torch.randperm(SPARE_SLOTS + rows, generator=rng)[:rows].to(device)
     step = Step(100 * torch.arange(rows, device=device), slots, Rope(config, dtype, device), lambda q, _kv: q)
     pools = [torch.full((SPARE_SLOTS + rows, 2, kv_heads, size), torch.nan, dtype=dtype, device=device) for _ in "ab"]
-    found, right = (some.rotate_and_store(qkv.clone(), heads, step, kv)
-                    for some, kv in zip((operations, TORCH), pools, strict=True))
-    yield "queries", found, right
+    actual, expected = (ops.rotate_and_store(qkv.clone(), heads, step, kv)
+                        for ops, kv in zip((operations, TORCH), pools, strict=True))
+    yield "queries", actual, expected
     yield "KV", pools[0], pools[1]
 
 
@@ -209,8 +209,8 @@ def compared(operations: Operations, config: ModelConfig, dtype: torch.dtype, de
 def rounding_difference(rounding: Rounding, config: ModelConfig, device: torch.device) -> str:
     """As ``difference``, for rounding: rows of each width that a decoder's layers multiply; all bits must be equal."""
     for width in sorted({config.hidden_size, config.num_heads * config.head_dim, config.intermediate_size}):
-        for what, found, right in rounded_rows(rounding, width, device):
-            if not torch.equal(found, right):
+        for what, actual, expected in rounded_rows(rounding, width, device):
+            if not torch.equal(actual, expected):
                 return f"{what} of {width} columns are not what torch computes"
     return ""
 
@@ -226,7 +226,7 @@ def rounded_rows(rounding: Rounding, width: int, device: torch.device) -> Iterat
     halves[0] = LARGEST
     x = torch.cat((rows, halves[None], halves[None] / 2**13)).to(device, torch.bfloat16)
     x[-1, 0] = LARGEST
-    for (found, found_scale), (right, right_scale) in zip(
-            (rounding(some) for some in (x, x[3:4])), (torch_rounded(some) for some in (x, x[3:4])), strict=True):
-        yield "numbers", found.view(torch.uint8), right.view(torch.uint8)
-        yield "scales", found_scale.view(torch.int32), right_scale.view(torch.int32)
+    for (actual, actual_scale), (expected, expected_scale) in zip(
+            map(rounding, (x, x[3:4])), map(torch_rounded, (x, x[3:4])), strict=True):
+        yield "numbers", actual.view(torch.uint8), expected.view(torch.uint8)
+        yield "scales", actual_scale.view(torch.int32), expected_scale.view(torch.int32)
