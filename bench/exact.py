@@ -1,8 +1,8 @@
 """``make bench-exact PROMPTS=folder``: does speculation change an answer, on the real model, between real processes?
 
 Each question of a set is answered plain and with the default drafter over gRPC, greedy and sampled with a seed. Every
-difference is counted and shown with the margin of the plain answer where they part: the difference of the log
-probabilities of its token and the best other one. ``--dtype`` chooses the arithmetic. ``--kernels torch native`` asks
+difference is counted and shown with the margin of the plain answer at the first different token: the log probability
+of its token minus that of the best other one. ``--dtype`` chooses the arithmetic. ``--kernels torch native`` asks
 a target on each in turn.
 """
 
@@ -36,32 +36,32 @@ async def run(sets: Mapping[str, Sequence[str]], dtype: str, max_tokens: int, ke
     codec = TextCodec(resolve(ModelSection().path))
     rows: list[Row] = []
     async with AsyncExitStack() as stack:
-        # A policy that stays with speculation, so that every answer tests it.
+        # The policy always speculates, so that every answer tests it.
         pairs = [await stack.enter_async_context(target_with_draft(f"exact-{mode}", LOGS, (
             f"model.dtype={dtype}", f"model.kernels={mode}", "target.policy.always=true"))) for mode in kernels]
         for (name, sampling), (set_, questions) in product(modes(codec).items(), sets.items()):
             answers: list[list[tuple[TimedAnswer, TimedAnswer]]] = [[] for _ in pairs]
             for question in track(questions, description=f"{name}, {set_}"):
                 prompt = codec.chat([{"role": "user", "content": question}])
-                for services, got in zip(pairs, answers, strict=True):
-                    got.append(await ask_both(services.clients[0], prompt, sampling, max_tokens))
-            for mode, got in zip(kernels, answers, strict=True):
-                rows.append(row(name, dtype, mode, set_, got))
-                for place, (plain, drafted) in enumerate(got):
+                for services, asked in zip(pairs, answers, strict=True):
+                    asked.append(await ask_both(services.clients[0], prompt, sampling, max_tokens))
+            for mode, asked in zip(kernels, answers, strict=True):
+                rows.append(row(name, dtype, mode, set_, asked))
+                for index, (plain, drafted) in enumerate(asked):
                     if plain.tokens != drafted.tokens:
-                        print(f"{name}, kernels {mode}, {set_}, question {place}: "
+                        print(f"{name}, kernels {mode}, {set_}, question {index}: "
                               f"{describe_difference(plain, drafted)}")
     return rows
 
 
 async def ask_both(backend: Backend, prompt: list[int], sampling: Sampling,
                    max_tokens: int) -> tuple[TimedAnswer, TimedAnswer]:
-    """Plain and drafted, asked alike: log probabilities cost a step time, so they are asked for where the two differ,
-    by a plain answer more."""
+    """Ask plain and drafted in the same way. Log probabilities make a step slower, so where the two differ, one more
+    plain answer is asked for with them."""
     plain, drafted = [await ask(backend, prompt, sampling, max_tokens, speculate) for speculate in (False, True)]
     if plain.tokens != drafted.tokens:
-        told = await ask(backend, prompt, sampling, max_tokens, False, top_logprobs=2)
-        plain = replace(plain, logprobs=told.logprobs)
+        with_logprobs = await ask(backend, prompt, sampling, max_tokens, False, top_logprobs=2)
+        plain = replace(plain, logprobs=with_logprobs.logprobs)
     return plain, drafted
 
 
@@ -75,7 +75,7 @@ def row(name: str, dtype: str, kernels: str, set_name: str, answers: list[tuple[
 
 
 def describe_difference(plain: TimedAnswer, drafted: TimedAnswer) -> str:
-    """Where two answers part, and by how much plain decoding preferred its token there."""
+    """Where two answers first differ, and by how much plain decoding preferred its token there."""
     shared = min(len(plain.tokens), len(drafted.tokens))
     at = next((i for i in range(shared) if plain.tokens[i] != drafted.tokens[i]), shared)
     if at >= len(plain.logprobs):

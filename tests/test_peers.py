@@ -35,29 +35,29 @@ from bench.peers.__main__ import (
     row_of,
     verdicts,
 )
-from bench.peers.generating import Clock
+from bench.peers.generating import TimingStreamer
 from bench.peers.systems import System, Transformers, in_bfloat16, llama_server, llamacpp, peer, slipstream, vllm
 from slipstream.base.errors import ConfigError, Unavailable
 from slipstream.protocol.requests import Backend, Sampling
 
 
 @dataclass(slots=True)
-class Told:
+class FakeSystem:
     """A system that answers at a set speed and notes what it was asked."""
 
     name: str
     per_s: float
     asked: list[tuple[int, ...]] = field(default_factory=list)
-    how: list[Mapping[str, Any]] = field(default_factory=list)
+    extras: list[Mapping[str, Any]] = field(default_factory=list)
     now: int = 0
     most: int = 0  # at once
 
     async def start(self) -> None:
         """Nothing to start."""
 
-    async def ask(self, prompt: Sequence[int], max_tokens: int, how: Mapping[str, Any]) -> TimedCompletion:
+    async def ask(self, prompt: Sequence[int], max_tokens: int, extra: Mapping[str, Any]) -> TimedCompletion:
         self.asked.append(tuple(prompt))
-        self.how.append(how)
+        self.extras.append(extra)
         self.now += 1
         self.most = max(self.most, self.now)
         await asyncio.sleep(0)
@@ -91,20 +91,20 @@ async def ask_all(turns: Iterable[Turn], systems: Sequence[System], max_tokens: 
 
 
 async def test_every_system_gets_every_question_and_none_is_always_first() -> None:
-    first, second = Told("slipstream-plain", 10), Told("slipstream-default", 20)
+    first, second = FakeSystem("slipstream-plain", 10), FakeSystem("slipstream-default", 20)
     results = await ask_all(one_by_one({"copy": [[1], [2], [3], [4]]}), [first, second], 11)
     assert first.asked == second.asked == [(1,), (2,), (3,), (4,)]
     assert ratio(results, "slipstream-default", "slipstream-plain", 1, "copy") == pytest.approx(2.0)
 
 
 async def test_a_system_that_fails_once_keeps_its_other_questions_paired() -> None:
-    class Fails(Told):
-        async def ask(self, prompt: Sequence[int], max_tokens: int, how: Mapping[str, Any]) -> TimedCompletion:
+    class Fails(FakeSystem):
+        async def ask(self, prompt: Sequence[int], max_tokens: int, extra: Mapping[str, Any]) -> TimedCompletion:
             if prompt == [2]:
                 raise Unavailable("gone")
-            return await Told.ask(self, prompt, max_tokens, how)
+            return await FakeSystem.ask(self, prompt, max_tokens, extra)
 
-    systems = [Told("slipstream-plain", 10), Fails("slipstream-default", 30)]
+    systems = [FakeSystem("slipstream-plain", 10), Fails("slipstream-default", 30)]
     results = await ask_all(one_by_one({"copy": [[1], [2], [3]]}), systems, 11)
     row = row_of(("slipstream-default", 1, "copy"), results)
     assert row["answers"] == 2
@@ -113,14 +113,14 @@ async def test_a_system_that_fails_once_keeps_its_other_questions_paired() -> No
 
 async def test_a_batch_in_which_an_answer_fails_says_nothing_of_speed() -> None:
     """What is not answered takes no time: the others' would look like a faster machine."""
-    class Fails(Told):
-        async def ask(self, prompt: Sequence[int], max_tokens: int, how: Mapping[str, Any]) -> TimedCompletion:
+    class Fails(FakeSystem):
+        async def ask(self, prompt: Sequence[int], max_tokens: int, extra: Mapping[str, Any]) -> TimedCompletion:
             if len(self.asked) == 5:
                 self.asked.append(tuple(prompt))
                 raise Unavailable("gone")
-            return await Told.ask(self, prompt, max_tokens, how)
+            return await FakeSystem.ask(self, prompt, max_tokens, extra)
 
-    systems = [Told("slipstream-plain", 10), Fails("slipstream-default", 10)]
+    systems = [FakeSystem("slipstream-plain", 10), Fails("slipstream-default", 10)]
     results = await ask_all([Turn("copy", [[n] for n in range(8)], NAMES, 4)] * 2, systems, 11)
     assert [answer.tokens for answer in results["slipstream-default", 4, "copy"]] == [0, 88]
     assert row_of(("slipstream-default", 4, "copy"), results)["answers"] == 1
@@ -147,29 +147,29 @@ async def test_a_peer_that_says_nothing_is_named_and_the_others_go_on(tmp_path: 
 
 
 async def test_sampled_questions_go_to_plain_and_default_and_bound_ones_to_all_of_ours() -> None:
-    systems = plain, other, default, ngram = [Told(name, speed) for name, speed in (
+    systems = plain, other, default, ngram = [FakeSystem(name, speed) for name, speed in (
         ("slipstream-plain", 10), ("llamacpp-plain", 9), ("slipstream-default", 15), ("slipstream-ngram", 11))]
     sets = {"copy": [[9]], "mt_bench": [[1], [2]], "extraction": [[3]], "record": [[4]]}
     results = await ask_all(one_by_one(sets), systems, 11)
-    assert other.asked == [(9,), (1,), (2,)] and other.how == [{}] * 3
-    assert ngram.asked == [(9,), (1,), (2,), (3,), (4,)] and ngram.how == [{}] * 3 + [*WITH_SCHEMA.values()]
+    assert other.asked == [(9,), (1,), (2,)] and other.extras == [{}] * 3
+    assert ngram.asked == [(9,), (1,), (2,), (3,), (4,)] and ngram.extras == [{}] * 3 + [*WITH_SCHEMA.values()]
     assert plain.asked == default.asked == ngram.asked + [(1,), (2,)] * len(SAMPLED)
-    assert default.how[5::2] == [*SAMPLED.values()]
+    assert default.extras[5::2] == [*SAMPLED.values()]
     for name in SAMPLED:
         assert ratio(results, "slipstream-default", "slipstream-plain", 1, name) == pytest.approx(1.5)
 
 
 async def test_a_batch_is_asked_by_as_many_streams_and_counts_all_tokens() -> None:
-    system = Told("slipstream-plain", 10)
+    system = FakeSystem("slipstream-plain", 10)
     turns = in_batches({"copy": [[1], [2], [3]], "record": [[4]]}, 2, 3)
-    results = await ask_all(turns, [system, Told("slipstream-ngram", 10)], 8)
+    results = await ask_all(turns, [system, FakeSystem("slipstream-ngram", 10)], 8)
     assert [a.tokens for a in results["slipstream-plain", 4, "copy"]] == [96, 96]
     assert [a.tokens for a in results["slipstream-plain", 16, "copy"]] == [384, 384]
     assert [a.tokens for a in results["slipstream-plain", 8, "group"]] == [64, 64]
     assert len(results) == 3, "what is bound is asked in no batch, and some systems are not"
     assert len(system.asked) == 2 * 3 * (4 + 16) + 2 * 8 and system.most == 16
     assert set(system.asked[-8:]) == {(2,)}, "a group is asked one prompt"
-    assert [how["seed"] for how in system.how[-8:]] == list(range(8))
+    assert [extra["seed"] for extra in system.extras[-8:]] == list(range(8))
 
 
 def test_a_row_says_speed_of_decoding_and_of_the_whole_answer() -> None:
@@ -325,10 +325,10 @@ def test_tokens_that_come_with_the_first_are_not_counted_as_decoded(monkeypatch:
     """transformers' assisted decoding gives what is accepted in one go, behind the prompt too."""
     now = iter((0.0, 2.0, 3.0, 4.0))
     monkeypatch.setattr("bench.peers.generating.time.perf_counter", lambda: next(now))
-    clock = Clock()
+    streamer = TimingStreamer()
     for tokens in ([7] * 30, [1] * 6, [1] * 2, [1]):
-        clock.put(torch.tensor([tokens]))
-    answer = TimedCompletion(**clock.result(9))
+        streamer.put(torch.tensor([tokens]))
+    answer = TimedCompletion(**streamer.result(9))
     assert (answer.tokens, answer.first_s, answer.total_s) == (9, 2.0, 4.0)
     assert answer.tokens_per_s == 1.5 and answer.end_to_end == 9 / 4
     assert TimedCompletion(5, 1.0, 2.0).tokens_per_s == 4.0
@@ -337,17 +337,17 @@ def test_tokens_that_come_with_the_first_are_not_counted_as_decoded(monkeypatch:
 
 def test_a_peer_is_asked_as_its_user_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With its own defaults: Slipstream keeps what prompts begin with, and so does llama.cpp."""
-    told = list[Mapping[str, Any]]()
+    extras = list[Mapping[str, Any]]()
 
     async def ask(self: Server, prompt: Sequence[int], max_tokens: int, extra: Mapping[str, Any]) -> TimedCompletion:
-        told.append(extra)
+        extras.append(extra)
         return TimedCompletion(1, 0.1, 0.1)
 
     monkeypatch.setattr(Server, "ask", ask)
     here = Path("llama-server"), Path("model.gguf")
     for system in (slipstream("plain", tmp_path, "tiny", "bfloat16"), llamacpp("plain", tmp_path, *here)):
         asyncio.run(system.ask([1, 2], 8))
-    assert told == [{}, {}]
+    assert extras == [{}, {}]
 
 
 @pytest.mark.parametrize("drafted", [(5, 6, 7), (5, 6, 8)])

@@ -1,4 +1,4 @@
-"""``make bench PROMPTS=folder``: Slipstream beside what one would install instead, on this machine.
+"""``make bench PROMPTS=folder``: Slipstream compared with what one would install instead, on this machine.
 
 What is measured, and how:
 1. One model, one precision, greedy, the same prompt tokens, each system as its user would start it (``systems``).
@@ -7,10 +7,10 @@ What is measured, and how:
    machine hurts all alike. A system that cannot start is named, and the others go on.
 3. ``tokens_per_s`` is the median over a set's questions of decoding (first token to last); ``end_to_end`` counts from
    the request on. Ratios are medians over questions of the ratio at the same question.
-4. Batches: Slipstream alone, so many streams, each of which asks ``--waves`` questions, one behind the other; all
-   tokens by the time until the last answer ends, the median of some runs, plain and drafted in turn. With one wave that
-   time is the slowest answer's, and what makes others faster does not count. A group is one prompt of copy, answered
-   so many times at once at T = 1.
+4. Batches: Slipstream alone, a number of streams, each of which asks ``--waves`` questions, one after the other; all
+   tokens divided by the time until the last answer ends, the median of some runs, plain and drafted in turn. With one
+   wave that time is the slowest answer's: faster others do not count. A group is one prompt of copy, answered GROUP
+   times at once at T = 1.
 5. Sets: those of the folder, mt_bench where none is named, and ours of ``bench/sets``: copy, in which answers repeat
    their prompts; extraction and record, in which Slipstream's are bound to a schema of JSON, of several people and of
    one.
@@ -68,17 +68,17 @@ Results = dict[tuple[str, int, str], list[TimedCompletion]]  # (system, batch, s
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What each of so many systems is asked, one behind the other: a question, or a batch of so many streams that have
-    all ``prompts`` between them. ``how``: of each prompt; empty: greedily."""
+    """What each of ``systems`` is asked, one system after the other: a question, or ``batch`` streams that share
+    ``prompts``. ``extras``: further request fields of each prompt; empty: greedy."""
 
     set: str
     prompts: Sequence[list[int]]
     systems: Sequence[str] = NAMES
     batch: int = 1
-    how: Sequence[Mapping[str, Any]] = ()
+    extras: Sequence[Mapping[str, Any]] = ()
 
 
-# What the first should be at least, by the second: batch, set, times.
+# system, the one it is compared with, batch, set, and the least ratio of their speeds
 GOALS = (
     ("slipstream-default", "slipstream-plain", 1, "mt_bench", 1.3),
     ("slipstream-default", "slipstream-plain", 1, "copy", 1.9),
@@ -98,7 +98,7 @@ def speed(answer: TimedCompletion, batch: int) -> float:
 
 
 def ratio(results: Results, system: str, other: str, batch: int, set_: str) -> float:
-    """The median over questions (or runs) of ``system``'s speed by ``other``'s; 0 where one is missing."""
+    """The median over questions (or runs) of ``system``'s speed divided by ``other``'s; 0 where one is missing."""
     both = zip(results.get((system, batch, set_), ()), results.get((other, batch, set_), ()), strict=False)
     pairs = [(speed(mine, batch), speed(theirs, batch)) for mine, theirs in both]
     ratios = [mine / theirs for mine, theirs in pairs if mine and theirs]
@@ -108,10 +108,10 @@ def ratio(results: Results, system: str, other: str, batch: int, set_: str) -> f
 def verdicts(results: Results) -> list[str]:
     """One line a goal."""
     lines = []
-    for system, other, batch, set_, least in GOALS:
-        got = ratio(results, system, other, batch, set_)
-        word = "not measured" if not got else f"{got:.2f} ×, {'reached' if got >= least else 'MISSED'}"
-        lines.append(f"{system} by {other}, batch {batch}, {set_}: goal {least:g} ×: {word}")
+    for system, other, batch, set_, goal in GOALS:
+        measured = ratio(results, system, other, batch, set_)
+        verdict = "not measured" if not measured else f"{measured:.2f} ×, {'reached' if measured >= goal else 'MISSED'}"
+        lines.append(f"{system} by {other}, batch {batch}, {set_}: goal {goal:g} ×: {verdict}")
     return lines
 
 
@@ -133,72 +133,72 @@ def system_of(name: str, arguments: argparse.Namespace) -> System:
     return llamacpp(kind, LOGS, binary, in_bfloat16(binary.with_name("llama-quantize"), source, file))
 
 
-async def started(names: Sequence[str], arguments: argparse.Namespace, stack: AsyncExitStack) -> list[System]:
-    """Those that could be started, warm."""
-    codec, up = TextCodec(resolve(MODEL)), list[System]()
+async def start_systems(names: Sequence[str], arguments: argparse.Namespace, stack: AsyncExitStack) -> list[System]:
+    """Start and warm up each. Returns those that started."""
+    codec, running = TextCodec(resolve(MODEL)), list[System]()
     for name in track(names, "starting"):
         try:
             system = system_of(name, arguments)
             stack.push_async_callback(system.stop)
             await system.start()
             await system.ask(codec.chat([{"role": "user", "content": WARM_UP}]), 16)
-            up.append(system)
+            running.append(system)
         except SlipstreamError as error:
             print(f"without {name}: {error}", file=sys.stderr)
-    return up
+    return running
 
 
-async def ask_or_nothing(system: System, prompt: Sequence[int], max_tokens: int,
-                         how: Mapping[str, Any] = GREEDY) -> TimedCompletion:
-    """What ``system`` answers; nothing when it fails, so that the others go on and questions stay paired."""
+async def ask_or_no_answer(system: System, prompt: Sequence[int], max_tokens: int,
+                           extra: Mapping[str, Any] = GREEDY) -> TimedCompletion:
+    """Ask ``system``. Returns NO_ANSWER if it fails, so that the others go on and questions stay paired."""
     try:
-        return await system.ask(prompt, max_tokens, how)
+        return await system.ask(prompt, max_tokens, extra)
     except SlipstreamError as error:
         print(f"{system.name}: no answer: {error}", file=sys.stderr)
         return NO_ANSWER
 
 
 async def ask_batch(system: System, turn: Turn, max_tokens: int) -> TimedCompletion:
-    """All prompts of a turn as one answer; nothing when one of them fails, as what is left is less work."""
+    """All prompts of a turn as one answer; NO_ANSWER when one of them fails, as the rest is less work."""
     began_s = asyncio.get_running_loop().time()
-    left = list(zip(turn.prompts, turn.how or [GREEDY] * len(turn.prompts), strict=True))[::-1]
-    all_ = list[TimedCompletion]()
+    pending = list(zip(turn.prompts, turn.extras or [GREEDY] * len(turn.prompts), strict=True))[::-1]
+    answers = list[TimedCompletion]()
 
     async def stream() -> None:
-        while left:
-            prompt, how = left.pop()
-            all_.append(await ask_or_nothing(system, prompt, max_tokens, how))
+        while pending:
+            prompt, extra = pending.pop()
+            answers.append(await ask_or_no_answer(system, prompt, max_tokens, extra))
 
     await asyncio.gather(*(stream() for _ in range(turn.batch)))
-    if len(all_) == 1:
-        return all_[0]
-    if not all(answer.tokens for answer in all_):
+    if len(answers) == 1:
+        return answers[0]
+    if not all(answer.tokens for answer in answers):
         return NO_ANSWER
     took_s = asyncio.get_running_loop().time() - began_s
-    return TimedCompletion(sum(a.tokens for a in all_), min(a.first_s for a in all_), took_s,
-                           sum(a.rounds for a in all_))
+    return TimedCompletion(sum(a.tokens for a in answers), min(a.first_s for a in answers), took_s,
+                           sum(a.rounds for a in answers))
 
 
 async def ask_in_turn(number: int, turn: Turn, systems: Sequence[System], max_tokens: int, results: Results) -> None:
-    """One of the turns. Who is first in it changes from one to the next."""
-    mine = [system for system in systems if system.name in turn.systems]
-    for place in range(len(mine)):
-        system = mine[(number + place) % len(mine)]
+    """Ask the systems of a turn. Which one is first changes from turn to turn."""
+    asked = [system for system in systems if system.name in turn.systems]
+    for place in range(len(asked)):
+        system = asked[(number + place) % len(asked)]
         results[system.name, turn.batch, turn.set].append(await ask_batch(system, turn, max_tokens))
 
 
 def one_by_one(sets: Sets) -> Iterator[Turn]:
-    """Every question: greedily to every system, those of mt_bench sampled, too, to plain and default, and those that
-    are bound to all of Slipstream's."""
+    """Every question: greedy to every system; those of mt_bench also sampled, to plain and default; those with a schema
+    to all systems of Slipstream."""
     for name, prompts in sets.items():
-        systems, how = (OURS, [WITH_SCHEMA[name]]) if name in WITH_SCHEMA else (NAMES, ())
-        yield from (Turn(name, [prompt], systems, how=how) for prompt in prompts)
+        systems, extras = (OURS, [WITH_SCHEMA[name]]) if name in WITH_SCHEMA else (NAMES, ())
+        yield from (Turn(name, [prompt], systems, extras=extras) for prompt in prompts)
     for name, sampled in SAMPLED.items():
-        yield from (Turn(name, [prompt], PAIR, how=[sampled]) for prompt in sets.get("mt_bench", ()))
+        yield from (Turn(name, [prompt], PAIR, extras=[sampled]) for prompt in sets.get("mt_bench", ()))
 
 
 def in_batches(sets: Sets, runs: int, waves: int) -> Iterator[Turn]:
-    """Free questions by so many streams, and a prompt's group of samples."""
+    """Questions without a schema in batches of streams, and groups of samples of one prompt."""
     for name, prompts in sets.items():
         for batch, run in product(BATCHES if name not in WITH_SCHEMA else (), range(runs)):
             count = waves * batch
@@ -218,7 +218,7 @@ def row_of(key: tuple[str, int, str], results: Results) -> Row:
     answers = [answer for answer in results[key] if answer.tokens] or [NO_ANSWER]
     rounds = sum(a.rounds for a in answers)
     return {"system": system, "precision": DTYPE, "batch": batch, "set": set_,
-            "tokens_per_s": statistics.median([told for a in answers if (told := speed(a, batch))] or [0.0]),
+            "tokens_per_s": statistics.median([rate for a in answers if (rate := speed(a, batch))] or [0.0]),
             "against_plain": ratio(results, system, "slipstream-plain", batch, set_),
             "end_to_end": statistics.median(a.end_to_end for a in answers),
             "first_ms": 1e3 * statistics.median(a.first_s for a in answers),
@@ -227,7 +227,7 @@ def row_of(key: tuple[str, int, str], results: Results) -> Row:
 
 
 def questions_of(folder: str | None, sets: Sequence[str]) -> dict[str, list[str]]:
-    """By set: those of the folder, or our own chat; and ours. Raises ConfigError."""
+    """By set: those of the folder and our own, or only our own. Raises ConfigError."""
     if folder is None:
         return builtin_questions() | {name: read_questions(SETS, name, 99) for name in WITH_SCHEMA}
     own = {name: read_questions(SETS, name, 99) for name in ("copy", *WITH_SCHEMA)}
@@ -235,20 +235,21 @@ def questions_of(folder: str | None, sets: Sequence[str]) -> dict[str, list[str]
 
 
 async def run(arguments: argparse.Namespace) -> None:
-    """Start, ask, print; what was measured stays, whatever ends it."""
+    """Start, ask, print. Rows are saved after each turn, so an early end keeps what was measured."""
     codec = TextCodec(resolve(MODEL))
     name, questions = "peers" if arguments.prompts else "smoke", questions_of(arguments.prompts, arguments.sets)
-    sets = {set_: [codec.chat([{"role": "user", "content": q}]) for q in all_] for set_, all_ in questions.items()}
-    few = {set_: prompts[::max(1, len(prompts) // arguments.count)][:arguments.count] for set_, prompts in sets.items()}
-    turns = [*one_by_one(few), *in_batches(sets, arguments.runs, arguments.waves)]
+    sets = {set_: [codec.chat([{"role": "user", "content": q}]) for q in texts] for set_, texts in questions.items()}
+    selected = {set_: prompts[::max(1, len(prompts) // arguments.count)][:arguments.count]
+                for set_, prompts in sets.items()}
+    turns = [*one_by_one(selected), *in_batches(sets, arguments.runs, arguments.waves)]
     results: Results = defaultdict(list)
-    reading = Memory()
-    gb_s = [reading.gb_s()]
+    memory_speed = Memory()
+    gb_s = [memory_speed.gb_s()]
     async with AsyncExitStack() as stack:
-        systems = await started(arguments.systems, arguments, stack)
+        systems = await start_systems(arguments.systems, arguments, stack)
         for number, turn in enumerate(track(turns, "asking")):
             await ask_in_turn(number, turn, systems, arguments.max_tokens, results)
-            gb_s.append(reading.gb_s())
+            gb_s.append(memory_speed.gb_s())
             save(name, rows_of(results))
         memory = {system.name: system.memory() for system in systems}
     rows = rows_of(results)

@@ -23,9 +23,9 @@ from transformers import AutoModelForCausalLM
 KINDS = ("plain", "lookup", "assisted")
 
 
-class Clock:
-    """A streamer of transformers: it notes when the first and the last tokens came, and how many came first: what is
-    assisted gives all that was accepted at once."""
+class TimingStreamer:
+    """A streamer of transformers that notes when the first and the last tokens arrived, and how many arrived first:
+    assisted generation yields all accepted tokens at once."""
 
     def __init__(self) -> None:
         self.began_s = time.perf_counter()
@@ -41,7 +41,7 @@ class Clock:
         self.num_first = self.num_first or tokens.numel()
 
     def end(self) -> None:
-        """Nothing is left to do."""
+        """Nothing to do."""
 
     def result(self, tokens: int) -> dict[str, Any]:
         """The line out of an answer of so many tokens."""
@@ -69,12 +69,12 @@ def main() -> None:
         extra["assistant_model"] = load()
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
-        asked, clock = json.loads(line), Clock()
-        prompt = torch.tensor([asked["prompt"]])
+        request, streamer = json.loads(line), TimingStreamer()
+        prompt = torch.tensor([request["prompt"]])
         with torch.inference_mode():
-            made = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, streamer=clock,
-                                  max_new_tokens=asked["max_tokens"], **extra)
-        print(json.dumps(clock.result(made.shape[1] - prompt.shape[1])), flush=True)
+            output = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, streamer=streamer,
+                                    max_new_tokens=request["max_tokens"], **extra)
+        print(json.dumps(streamer.result(output.shape[1] - prompt.shape[1])), flush=True)
 
 
 if __name__ == "__main__":

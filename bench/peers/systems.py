@@ -52,15 +52,15 @@ LLAMACPP: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(slots=True)
 class Serving:
-    """Processes, of which one serves OpenAI's completions. A target has its drafts before it is asked: it would answer
-    without them."""
+    """Processes, of which one serves OpenAI's completions. ``start`` waits until a target is connected to its drafts:
+    it would answer without them."""
 
     name: str
     processes: dict[str, Process]
     server: Server
 
     async def start(self) -> None:
-        """One after the other: a target measures its steps while it starts. Raises Unavailable."""
+        """Start one after the other: a target measures its steps while it starts. Raises Unavailable."""
         for process in self.processes.values():
             process.start()
             await process.ready()
@@ -69,9 +69,9 @@ class Serving:
             async with aclosing(TargetClient(target.address)) as client:
                 await wait_for_drafts(client, target.log)
 
-    async def ask(self, prompt: Sequence[int], max_tokens: int, how: Mapping[str, Any] = GREEDY) -> TimedCompletion:
-        """how: fields of one of Slipstream's requests."""
-        return await self.server.ask(list(prompt), max_tokens, how)
+    async def ask(self, prompt: Sequence[int], max_tokens: int, extra: Mapping[str, Any] = GREEDY) -> TimedCompletion:
+        """extra: further fields of the request."""
+        return await self.server.ask(list(prompt), max_tokens, extra)
 
     def memory(self) -> dict[str, float]:
         """MiB resident, of each process."""
@@ -96,13 +96,14 @@ def slipstream(kind: str, folder: Path, model: str, dtype: str) -> Serving:
     router = part("router", f"router.targets=['{target.address}']", f"router.grpc_listen=127.0.0.1:{free_port()}")
     processes = {**drafts, "target": target, "router": router}
     if kind == "colocated":
-        every = [setting for process in processes.values() for setting in process.settings]
-        processes = {"all": replace(router, module="slipstream", settings=every, arguments=("serve", "--colocated"))}
+        settings_of_all = [setting for process in processes.values() for setting in process.settings]
+        processes = {"all": replace(router, module="slipstream", settings=settings_of_all,
+                                    arguments=("serve", "--colocated"))}
     return Serving(name, processes, Server(int(router.address.rpartition(":")[2]), Path(model).name))
 
 
 def peer(name: str, folder: Path, command: Sequence[str]) -> Serving:
-    """A server that is none of ours. ``command``: without its port, which follows."""
+    """A server of another project. ``command``: without its port, which follows."""
     port = free_port()
     process = Process("", (), port, folder / f"{name}.log", (*command, "--host", "127.0.0.1", "--port", str(port)),
                       page="/health", ready_s=PEER_START_S)
@@ -151,7 +152,7 @@ class Transformers:
                 limit=PIPE_LIMIT)
         await self._line()
 
-    async def ask(self, prompt: Sequence[int], max_tokens: int, how: Mapping[str, Any] = GREEDY) -> TimedCompletion:
+    async def ask(self, prompt: Sequence[int], max_tokens: int, extra: Mapping[str, Any] = GREEDY) -> TimedCompletion:
         assert self.process is not None and self.process.stdin is not None
         self.process.stdin.write(json.dumps({"prompt": list(prompt), "max_tokens": max_tokens}).encode() + b"\n")
         return TimedCompletion(**await self._line())
@@ -161,8 +162,8 @@ class Transformers:
         try:
             line = await asyncio.wait_for(self.process.stdout.readline(), START_S)
         except TimeoutError as error:
-            self.process.kill()  # what it says late would be taken for the next answer
-            raise Unavailable(f"{self.name} has said nothing for {START_S:g} s") from error
+            self.process.kill()  # a late line would be taken for the next answer
+            raise Unavailable(f"{self.name} has printed nothing for {START_S:g} s") from error
         if not line:
             raise Unavailable(f"{self.name} ended; see {self.folder / self.name}.log")
         content: dict[str, Any] = json.loads(line)

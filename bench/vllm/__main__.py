@@ -44,13 +44,14 @@ EAGLE3 = ("draft.drafter=auto", "draft.growth.topk=1", f"draft.growth.num_steps=
 REMOTE: dict[str, tuple[Sequence[str], dict[str, Any]]] = {
     "our n-gram": (("draft.drafter=ngram",), {"prompt_lookup": False}),
     "our EAGLE-3": (EAGLE3, {"prompt_lookup": False, "layers": [2, 15, 27]}),
-    "our EAGLE-3, lookup": (EAGLE3, {"layers": [2, 15, 27]}),  # as a user has it
+    "our EAGLE-3, lookup": (EAGLE3, {"layers": [2, 15, 27]}),  # the default of users
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """One run of one engine, and what it took in its proposer in so many steps."""
+class EngineRun:
+    """One run of one engine, by the names that ``Engine.ask`` returns. ``propose_s``: in its proposer, in ``steps``
+    steps."""
 
     tokens: list[list[int]]
     seconds: float
@@ -66,25 +67,25 @@ class Asked:
         return 1e3 * self.propose_s / max(1, self.steps)
 
 
-Runs = dict[tuple[str, str, int], list[Asked]]  # (system, set, batch)
+Runs = dict[tuple[str, str, int], list[EngineRun]]  # (system, set, batch)
 
 
 def rows_of(runs: Runs) -> list[Row]:
     return [_row(key, mine, runs[PLAIN, key[1], key[2]]) for key, mine in runs.items()]
 
 
-def _row(key: tuple[str, str, int], mine: Sequence[Asked], plain: Sequence[Asked]) -> Row:
+def _row(key: tuple[str, str, int], mine: Sequence[EngineRun], plain: Sequence[EngineRun]) -> Row:
     pairs = list(zip(mine, plain, strict=False))
-    answers = [(own, theirs) for one, other in pairs for own, theirs in zip(one.tokens, other.tokens, strict=True)]
+    answers = [(own, expected) for run, other in pairs for own, expected in zip(run.tokens, other.tokens, strict=True)]
     return {"system": key[0], "set": key[1], "batch": key[2],
-            "tokens_per_s": statistics.median(one.tokens_per_s for one in mine),
-            "by_plain": statistics.median(one.tokens_per_s / other.tokens_per_s for one, other in pairs),
-            "propose_ms": statistics.median(one.propose_ms for one in mine),
-            "equal": sum(own == theirs for own, theirs in answers), "answers": len(answers)}
+            "tokens_per_s": statistics.median(run.tokens_per_s for run in mine),
+            "by_plain": statistics.median(run.tokens_per_s / other.tokens_per_s for run, other in pairs),
+            "propose_ms": statistics.median(run.propose_ms for run in mine),
+            "equal": sum(own == expected for own, expected in answers), "answers": len(answers)}
 
 
 @contextmanager
-def started(python: Path, dtype: str) -> Iterator[dict[str, Engine]]:
+def start_engines(python: Path, dtype: str) -> Iterator[dict[str, Engine]]:
     """All engines, by name. Raises Unavailable."""
     common: dict[str, Any] = {"dtype": dtype, "max_num_batched_tokens": 2048, "max_num_seqs": 16}
     LOGS.mkdir(parents=True, exist_ok=True)
@@ -125,15 +126,15 @@ def main() -> None:
     options = parser.parse_args()
     sets = questions(options.prompts, options.count)
     runs: Runs = defaultdict(list)
-    with started(options.vllm / "bin" / "python", options.dtype) as engines:
+    with start_engines(options.vllm / "bin" / "python", options.dtype) as engines:
         for engine in engines.values():
-            engine.ask(sets["copy"][:1], 1, 32)  # what is made at the first request
+            engine.ask(sets["copy"][:1], 1, 32)  # some things are made at the first request
         names = list(engines)
         turns = [(run, set_, batch) for run in range(options.runs) for set_ in sets for batch in options.batches]
         for number, (_, set_, batch) in enumerate(track(turns, description="asking")):
             for name in (*names[number % len(names):], *names[: number % len(names)]):
-                said = engines[name].ask(sets[set_], batch, options.max_tokens)
-                runs[name, set_, batch].append(Asked(*(said[field.name] for field in fields(Asked))))
+                result = engines[name].ask(sets[set_], batch, options.max_tokens)
+                runs[name, set_, batch].append(EngineRun(*(result[field.name] for field in fields(EngineRun))))
             save("vllm", rows_of(runs))
     write("vllm", rows_of(runs), f"bench-vllm: default model, {options.dtype}, greedy, chains of {CHAIN}")
 

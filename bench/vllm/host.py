@@ -43,7 +43,7 @@ from slipstream.simulate.timed import MAX_CONTEXT, VOCAB, SyntheticText, Timing
 
 BATCHES = (1, 8, 64)
 CHAIN = 4
-JOINED_S = 30.0
+CONNECT_S = 30.0
 PACE = 0.01  # of the policy's clock in the proposer
 GOAL_US, GOAL_EACH_US = 500.0, 20.0
 HELLO = TargetHello(PROTOCOL_VERSION, 0, "bench", VOCAB, "", 1, 1, MAX_CONTEXT)
@@ -147,7 +147,7 @@ class Proposer:
                 "tokens_a_step": sum(map(len, sampled)) / runner.count}
 
 
-async def measured(count: int, timing: Timing, steps: int) -> Row:
+async def measure(count: int, timing: Timing, steps: int) -> Row:
     """Measure one batch size. Raises Unavailable."""
     async with timed_services(timing, targets=0) as rig:
         options = Options((rig.drafts[0].address,), prompt_lookup=False)
@@ -156,23 +156,24 @@ async def measured(count: int, timing: Timing, steps: int) -> Row:
 
 def _steps(count: int, timing: Timing, steps: int, options: Options) -> Row:
     proposer = Proposer(SleepingRunner(count, timing), options)
-    deadline_s = time.monotonic() + JOINED_S
+    deadline_s = time.monotonic() + CONNECT_S
     while not proposer.step()["drafted"] and time.monotonic() < deadline_s:
-        pass  # it counts from the first draft on
+        pass  # measure from the first draft on
     for _ in range(steps // 10):
         proposer.step()
     gc.collect()
     gc.freeze()
-    whole = [proposer.step() for _ in range(steps)]
+    measurements = [proposer.step() for _ in range(steps)]
     gc.unfreeze()
-    found = {name: statistics.median(step[name] for step in whole) for name in ("host_us", "beside_us", "propose_ms")}
-    return {"requests": count, "goal_us": GOAL_US + GOAL_EACH_US * count, **found,
-            **{name: statistics.mean(step[name] for step in whole) for name in ("drafted", "tokens_a_step")}}
+    medians = {name: statistics.median(step[name] for step in measurements)
+               for name in ("host_us", "beside_us", "propose_ms")}
+    return {"requests": count, "goal_us": GOAL_US + GOAL_EACH_US * count, **medians,
+            **{name: statistics.mean(step[name] for step in measurements) for name in ("drafted", "tokens_a_step")}}
 
 
 async def run(steps: int, timing: Timing) -> None:
     """Raises Unavailable."""
-    rows = [await measured(count, timing, steps) for count in BATCHES]
+    rows = [await measure(count, timing, steps) for count in BATCHES]
     kind = "compiled" if (following.__file__ or "").endswith((".so", ".pyd")) else "as sources"
     write("vllm-host", rows, f"a step of {1e3 * timing.step_s:g} ms, chains of {CHAIN}, modules {kind}")
 
