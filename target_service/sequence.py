@@ -58,7 +58,7 @@ class Rule(Protocol):
 
     def forced(self) -> abc.Sequence[int]: ...
 
-    def kept(self, tree: DraftTree) -> list[int]: ...
+    def allowed_nodes(self, tree: DraftTree) -> list[int]: ...
 
     def masks(self, tree: DraftTree) -> tuple[Masks, frozenset[int]]: ...
 
@@ -190,7 +190,7 @@ class Sequence:
         tree = self.followed.tree
         if self.rule is not None:  # a rule checks each node, so only the best are given to it
             tree = tree.best(MAX_NODES)
-            tree = tree.select(self.rule.kept(tree))
+            tree = tree.select(self.rule.allowed_nodes(tree))
         return tree.best(rows)
 
     @property

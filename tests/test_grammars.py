@@ -318,7 +318,7 @@ def test_masks_of_trees_are_those_of_matchers_that_saw_each_path_alone(tiny_fold
         matcher, said = vocabulary.compile(grammar, ends), Said(vocabulary, grammar, ends)
         for _ in range(10):
             tree = drafted(dice, said)
-            tree = tree.select(matcher.kept(tree)) if dice.random() < 0.5 else tree
+            tree = tree.select(matcher.allowed_nodes(tree)) if dice.random() < 0.5 else tree
             masks, known = matcher.masks(tree)
             for node in range(len(tree)):
                 right = said.then([tree.tokens[at] for at in tree.path(node)[1:]])
@@ -470,7 +470,7 @@ def test_a_draft_of_what_a_tokenizer_lacks_breaks_nothing() -> None:
     matcher = Vocabulary(tiny_tokenizer(), VOCAB + 60).compile(Grammar("regex", "[a-z]{9}"), StopTokens((EOS,)))
     for token in range(VOCAB, VOCAB + 60):
         tree = DraftTree(3, [0, token, 97, 98], [-1, 0, 0, 2], [0, 1, 2, 3], [0.0, -1.0, -2.0, -3.0])
-        assert matcher.kept(tree) == [0, 2, 3] and matcher.masks(tree)[1] == {0, 2, 3}, token
+        assert matcher.allowed_nodes(tree) == [0, 2, 3] and matcher.masks(tree)[1] == {0, 2, 3}, token
 
 
 @pytest.mark.parametrize(("grammar", "said"), [
@@ -554,7 +554,7 @@ def test_what_drafts_make_a_grammar_build_ends_no_answer(tiny_folder: Path) -> N
     plain = vocabulary.compile(Grammar("lark", "start: /a*/ \"b\""), StopTokens((EOS,), 90))
     for said in range(20):
         tree = chain(said + 1, [*b"b" + 25 * b"xy"])
-        kept = matcher.kept(tree)
+        kept = matcher.allowed_nodes(tree)
         masks, known = matcher.masks(tree.select(kept))
         assert 0 in known, (said, matcher.problem)
         assert masks[0].tolist() == plain.masks(DraftTree.root_only(said + 1, 0))[0][0].tolist()
@@ -589,7 +589,7 @@ def test_a_grammar_that_counts_tokens_goes_on_alike_with_drafts_and_after_a_brea
             tree = chain(base, [right[-1], right[0], 83])
             again = vocabulary.compile(grammar, StopTokens((EOS,)), said)
             for matcher in (drafted, again):
-                masks, known = matcher.masks(tree.select(matcher.kept(tree)))
+                masks, known = matcher.masks(tree.select(matcher.allowed_nodes(tree)))
                 assert 0 in known and allowed(masks[0]) == right, (said, matcher.problem)
             said.append(int(dice.choice(right)))
             if said[-1] == EOS or not (plain.commit(said[-1:]) and drafted.commit(said[-1:])) or plain.ended:

@@ -208,7 +208,7 @@ def test_masks_of_a_tree_are_those_of_its_paths() -> None:
             open_ -= {5} if len(text) < 3 else set()
             bits = np.unpackbits(masks[node].view(np.uint8), bitorder="little")
             assert set(np.flatnonzero(bits).tolist()) == (open_ or {5}), (words, allowed, text)
-        kept = permitted.kept(tree)
+        kept = permitted.allowed_nodes(tree)
         for node in range(1, len(tree)):
             parent = tree.parents[node]
             bits = np.unpackbits(masks[parent].view(np.uint8), bitorder="little")
@@ -222,13 +222,13 @@ def test_a_rule_is_asked_about_no_more_nodes_than_can_be_verified(monkeypatch: p
     one = Sequence.begin(1, request, lambda piece: None, following, None, Permitted.of(request, VOCAB))
     held = range(1, MAX_HELD)
     one.followed.side.tree = one.followed.side.tree.append(held, [-2] * len(held), held, [-0.01 * i for i in held])
-    asked, kept = list[DraftTree](), Permitted.kept
+    asked, kept = list[DraftTree](), Permitted.allowed_nodes
 
     def seen(rule: Permitted, tree: DraftTree) -> list[int]:
         asked.append(tree)
         return kept(rule, tree)
 
-    monkeypatch.setattr(Permitted, "kept", seen)
+    monkeypatch.setattr(Permitted, "allowed_nodes", seen)
     assert len(one.tree_to_verify(17)) == 17 and [len(tree) for tree in asked] == [MAX_NODES]
     assert len(one.followed.side.tree) == MAX_HELD, "what the target holds for later stays"
 

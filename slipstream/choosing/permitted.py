@@ -69,15 +69,15 @@ class Permitted:
         """Nothing: only a grammar forces tokens."""
         return ()
 
-    def kept(self, tree: DraftTree) -> list[int]:
+    def allowed_nodes(self, tree: DraftTree) -> list[int]:
         """The nodes of ``tree`` that may be chosen, ascending. A node below a forbidden one may not."""
         masks, _ = self.masks(tree)
-        kept, tokens, parents = {0}, tree.tokens, tree.parents
+        nodes, tokens, parents = {0}, tree.tokens, tree.parents
         for node in range(1, len(tree)):  # a parent stands before its children
             token, parent = tokens[node], parents[node]
-            if parent in kept and int(masks[parent, token >> 5]) >> (token & 31) & 1:
-                kept.add(node)
-        return sorted(kept)
+            if parent in nodes and int(masks[parent, token >> 5]) >> (token & 31) & 1:
+                nodes.add(node)
+        return sorted(nodes)
 
     def masks(self, tree: DraftTree) -> tuple[Masks, frozenset[int]]:
         """The tokens that may be chosen after each node of ``tree``, uint32 [N, W]; and the nodes for which they are

@@ -76,8 +76,9 @@ def _parse_test(condition: Any) -> Test | None:
 def _listed(part: Schema) -> tuple[Any, ...]:
     """The values that a schema lists; empty: it lists none, or some are lists or objects."""
     listed = [part["const"]] if "const" in part else part.get("enum")
-    known = isinstance(listed, list) and not any(isinstance(value, list | dict) for value in listed)
-    return tuple(listed) if known and isinstance(listed, list) else ()
+    if not isinstance(listed, list) or any(isinstance(value, list | dict) for value in listed):
+        return ()
+    return tuple(listed)
 
 
 def _is_in(value: Any, values: tuple[Any, ...]) -> bool:

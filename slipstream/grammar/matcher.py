@@ -144,7 +144,7 @@ class Matcher:
             self._pending_forced = forced[:num_usable][::-1]
         return self._pending_forced[: -MAX_FORCED - 1 : -1]
 
-    def kept(self, tree: DraftTree) -> list[int]:
+    def allowed_nodes(self, tree: DraftTree) -> list[int]:
         """The nodes of ``tree`` (ascending) that could be chosen: nothing below another one could."""
         return sorted([0, *(node for node, _ in self._visit(tree))])
 

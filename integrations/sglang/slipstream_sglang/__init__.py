@@ -32,8 +32,8 @@ def installed() -> str:
         return ""
 
 
-def adapter_fits(found: str) -> None:
+def adapter_fits(version: str) -> None:
     """Raises ConfigError, which names the supported version, for another one."""
-    if found.split("+")[0].split(".post")[0] != KNOWN:
-        raise ConfigError(f"SGLang {found or '(none installed)'} is not known to slipstream-sglang, which was written "
-                          f"for {KNOWN}: install that one, or take another --speculative-algorithm")
+    if version.split("+")[0].split(".post")[0] != KNOWN:
+        raise ConfigError(f"SGLang {version or '(none installed)'} is not known to slipstream-sglang, which was "
+                          f"written for {KNOWN}: install that one, or take another --speculative-algorithm")

@@ -28,10 +28,10 @@ def installed() -> str:
     return ""
 
 
-def adapter_fits(found: str) -> None:
+def adapter_fits(version: str) -> None:
     """Raises ConfigError, which names the supported version, for another one."""
-    if ".".join(found.split(".")[:2]) != KNOWN:
-        raise ConfigError(f"vLLM {found or '(none installed)'} is not known to slipstream-vllm, which works with "
+    if ".".join(version.split(".")[:2]) != KNOWN:
+        raise ConfigError(f"vLLM {version or '(none installed)'} is not known to slipstream-vllm, which works with "
                           f"{KNOWN}: install that one, or leave out --speculative-config")
 
 
