@@ -16,7 +16,7 @@ Intake: items of targets that the drafter has not processed yet, separate for ea
 
 Rules of the intake:
 1. Any thread may add items; only the worker's thread takes them. Waiting items of one target are bounded in number and
-   bytes; beyond that (``full``) nothing more is read from the target.
+   bytes; beyond that (``inbox_full``) nothing more is read from the target.
 2. A round takes at most ``ROUND_TOKENS`` tokens (or one item) of each target, so no target waits for all input of
    another.
 3. While several targets are served, one whose input took more than ``TIME_SHARE`` of the time is skipped for a while.
