@@ -294,7 +294,7 @@ def test_nonsense_is_told_once() -> None:
 
 def test_lines_go_where_vllms_go() -> None:
     code = ("import logging, sys; logging.basicConfig(stream=sys.stdout, format='%(name)s %(levelname)s %(message)s', "
-            "level=logging.INFO); from slipstream_vllm.lines import adopt; adopt(); "
+            "level=logging.INFO); from slipstream_vllm.lines import configure_logging; configure_logging(); "
             "from slipstream.observe.log import logger; "
             "logger('following').info('speculation ends', draft='a:1', prompt='secret'); logger('x').debug('unseen')")
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300,

@@ -131,7 +131,7 @@ class _Fused:
         count, every, size = rows.shape
         assert kv.is_contiguous() and every == heads.queries + 2 * heads.kv
         queries = rows.new_empty(count, heads.queries, size)
-        self._kernels.place[(count, -(-every // HEAD_BLOCK))](
+        self._kernels.rotate_and_store[(count, -(-every // HEAD_BLOCK))](
             rows.contiguous(), step.cos, step.sin, step.slots, heads.q_norm, heads.k_norm, queries, kv, heads.queries,
             heads.kv, size, heads.q_norm is not None, heads.eps, HEAD_BLOCK, block(size))
         return queries
