@@ -54,14 +54,3 @@ def test_moments_are_all_that_is_needed_to_go_on() -> None:
     push(second, after, range(3, 6))
     for name in SHAPES:
         assert torch.equal(whole[name], second[name]), name
-
-
-def test_a_matrix_that_adamw_trained_goes_on_with_its_first_moment() -> None:
-    tensors = weights()
-    moments = {f"{name}/{kind}": torch.full(shape, 0.5) for name, shape in SHAPES.items()
-               for kind in ("exp_avg", "exp_avg_sq")} | {f"{name}/step": torch.tensor(3.0) for name in SHAPES}
-    optimizer = Optimizer(tensors, 0.01)
-    optimizer.load(moments)
-    kept = optimizer.moments()
-    assert torch.equal(kept["fc.weight/momentum_buffer"], moments["fc.weight/exp_avg"])
-    assert "fc.weight/exp_avg" not in kept and kept["norm.weight/step"] == 3.0

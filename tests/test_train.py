@@ -46,7 +46,7 @@ from slipstream.train.anchors import block_loss, blocks_of
 from slipstream.train.anchors import states_of as block_states
 from slipstream.train.block_head import warm_block_head
 from slipstream.train.checkpoint import Checkpoint, load_newest, save
-from slipstream.train.collect import ENDS, collect, identity_of
+from slipstream.train.collect import collect, identity_of
 from slipstream.train.dialogue import make_plan, number_prompts, read_prompts, read_turn_template
 from slipstream.train.distil import CE_DECAY, DistillationLoss, LossInputs, SampledTokens
 from slipstream.train.evaluate import evaluate, prompts_of
@@ -470,7 +470,7 @@ def test_a_head_of_more_layers_begins_as_the_earlier_one(simple_folder: Path, tm
     before = make_head(first, Silent())
     still = replace(recipe, steps=1, generate=False, learning_rate=0.0, begin=first.out, layers=2)
     second = replace(first, out=tmp_path / "second", recipe=still)
-    with pytest.raises(ConfigError, match=r"was trained with another .*layers of the head"):
+    with pytest.raises(ConfigError, match=r"was trained with another begin, layers, learning_rate;"):
         make_head(second, Silent())
     after = make_head(replace(second, work=tmp_path / "more", data=(first.work,)), Silent())
     assert before and before == after
@@ -608,7 +608,8 @@ def test_a_training_that_cannot_go_on_is_refused_before_anything_is_made(simple_
     with pytest.raises(ModelError):  # a model is no head
         make_head(job, Silent())
     identity = identity_of(simple_folder, ModelConfig.from_folder(simple_folder))
-    save(job.work / "checkpoints", 1, Checkpoint({}, {}, {}), {**replace(recipe, unroll=2).identity(), **identity})
+    saved_with = replace(recipe, unroll=2).identity() | identity
+    save(job.work / "checkpoints-eagle3", 1, Checkpoint({}, {}, {}), saved_with)
     with pytest.raises(ConfigError, match="was trained with another unroll"):
         make_head(job, Silent())
     assert not list(tmp_path.rglob("shard-*"))
@@ -802,24 +803,15 @@ def test_conversations_of_another_target_are_refused_by_the_name_of_the_option(t
 
 def test_conversations_are_of_the_same_weights_wherever_these_changed(tmp_path: Path) -> None:
     """An adapter that is merged into some matrices leaves the ends of a file as they were."""
-    folder, work = write_tiny_model(tmp_path / "target", vocab=12000), tmp_path / "work"
+    folder, work = write_tiny_model(tmp_path / "target"), tmp_path / "work"
     config, recipe = ModelConfig.from_folder(folder), Recipe(minutes=0, tokens=40, steps=1, batch=2,
                                                               limits=Limits(max_question=8, max_answer=8))
     talked(folder, work, recipe)
-    before, whole = identity_of(folder, config), Shards([work], identity_of(folder, config)).numbers()
     tensors = load_tensors(folder)
-    assert max(tensor.nbytes for tensor in tensors.values()) > 2 * ENDS
     tensors["lm_head.weight"][len(tensors["lm_head.weight"]) // 2] += 1.0
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    after = identity_of(folder, config)
-    assert after["target"] == before["target"], "its ends are as they were"
     with pytest.raises(ConfigError, match="was made with another target"):
-        Shards([work], after)
-    for path in work.glob("shard-*/index.json"):  # as older versions wrote it
-        index = json.loads(path.read_text())
-        index["identity"].pop("weights")
-        path.write_text(json.dumps(index))
-    assert Shards([work], after).numbers() == whole
+        Shards([work], identity_of(folder, config))
 
 
 def test_further_conversations_are_there_and_count_once(simple_folder: Path, tmp_path: Path) -> None:
@@ -890,7 +882,7 @@ def test_a_vocabulary_that_was_chosen_from_too_little_is_told(simple_folder: Pat
     first, more = Silent(), Silent()
     make_head(job, first)
     make_head(replace(job, recipe=replace(recipe, prompts=None, tokens=2000, steps=2, batch=48)), more)
-    told = f"one chosen now would cover [0-9.]+%: remove {job.work / 'checkpoints'} to train anew with it"
+    told = f"one chosen now would cover [0-9.]+%: remove {job.work / 'checkpoints-eagle3'} to train anew with it"
     assert re.search(told, "\n".join(more.lines)) and not re.search(told, "\n".join(first.lines)), more.lines
 
 
@@ -1022,7 +1014,7 @@ def test_killed_runs_go_on(simple_folder: Path, tmp_path: Path) -> None:
     kill_when(command, work, "shard-*[0-9]/index.json")
     shards = {path: path.stat().st_mtime_ns for path in work.glob("shard-*[0-9]/index.json")}
     assert shards and not out.exists()
-    kill_when(command, work, "checkpoints/step-*[0-9]/state.json")
+    kill_when(command, work, "checkpoints-eagle3/step-*[0-9]/state.json")
     assert all(path.stat().st_mtime_ns == written for path, written in shards.items())
     step = newest_step(work)
     assert 0 < step < 30 and not out.exists(), step
@@ -1120,7 +1112,7 @@ def kill_when(command: list[str], folder: Path, pattern: str) -> None:
 
 
 def newest_step(work: Path) -> int:
-    return max(int(path.name.removeprefix("step-")) for path in (work / "checkpoints").glob("step-*[0-9]"))
+    return max(int(path.name.removeprefix("step-")) for path in (work / "checkpoints-eagle3").glob("step-*[0-9]"))
 
 
 def test_time_that_other_folders_took_is_not_taken_from_a_training(simple_folder: Path, tmp_path: Path,

@@ -4,14 +4,14 @@
 Rules:
 1. Conversations that are in the folder already count and are not made again, so an interrupted run is resumed. A kill
    loses the conversations that were running, and finished ones of at most one shard, or of ``save_every_s`` seconds.
-2. All shards of a folder have one identity: the target's fingerprint, its weights and the layers whose states are kept.
+2. All shards of a folder have one identity: the hash of the target's configuration and weights, and the layers whose
+   states are kept.
 
 It knows nothing about heads or training.
 """
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -27,30 +27,15 @@ from slipstream.train.dialogue import number_prompts, read_prompts, read_turn_te
 from slipstream.train.generate import max_tokens
 from slipstream.train.head import taps_of
 from slipstream.train.recipe import Recipe
-from slipstream.train.shards import WEIGHTS, Shards, Totals, remove_partial
+from slipstream.train.shards import Shards, Totals, remove_partial
 from slipstream.train.workers import OtherProcesses, Task, generate_shards
-
-ENDS = 1 << 20  # bytes at both ends of a weights file that its fingerprint reads
-
-
-def fingerprint(target: Path) -> str:
-    """A hash of a target's configuration and of the names, sizes and ends (ENDS bytes) of its weight files."""
-    digest = hashlib.sha256((target / "config.json").read_bytes())
-    for path in sorted(target.glob("*.safetensors")):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}".encode())
-        with path.open("rb") as file:
-            digest.update(file.read(ENDS))
-            file.seek(max(0, size - ENDS))
-            digest.update(file.read())
-    return digest.hexdigest()[:16]
 
 
 def identity_of(target: Path, config: ModelConfig) -> Mapping[str, Any]:
     """The identity of shards of this target (rule 2). It reads all weights, as a fine-tuned target may differ from its
     base model neither at the beginning nor at the end of its files."""
-    return {"target": fingerprint(target), "layers": [*taps_of(config.num_layers), config.num_layers],
-            WEIGHTS: weights_hash(target, ("*.safetensors",))}
+    return {"target": weights_hash(target, ("config.json", "*.safetensors")),
+            "taps": [*taps_of(config.num_layers), config.num_layers]}
 
 
 def collect(target: Path, folder: Path, recipe: Recipe, report: Callable[[Totals, float], None],

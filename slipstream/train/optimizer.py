@@ -4,8 +4,7 @@ Rules:
 1. Muon updates the matrices that map hidden states to hidden states. AdamW updates norms and ``lm_head``, whose rows
    are channels and tokens, and the markov and confidence heads. Both have the same learning rate: Muon's updates are
    scaled to the size that AdamW's would have (``match_rms_adamw``, arXiv 2502.16982).
-2. ``moments`` are all that a checkpoint needs, by ``NAME/KIND``. Matrices that AdamW trained before (older checkpoints)
-   continue with its first moment as their momentum.
+2. ``moments`` are all that a checkpoint needs, by ``NAME/KIND``.
 
 It knows nothing about heads or schedules.
 """
@@ -55,8 +54,6 @@ class Optimizer:
             for name in names:
                 tensor = self._tensors[name]
                 known = {kind: moments[f"{name}/{kind}"] for kind in kinds if f"{name}/{kind}" in moments}
-                if not known and f"{name}/exp_avg" in moments:
-                    known = {"momentum_buffer": moments[f"{name}/exp_avg"]}
                 optimizer.state[tensor] = {
                     kind: kept.clone() if kind == "step" and tensor.device.type == "cpu" else kept.to(tensor.device)
                     for kind, kept in known.items()}

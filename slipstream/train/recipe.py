@@ -73,11 +73,9 @@ class Recipe:
 
     def identity(self) -> dict[str, Any]:
         """The settings that a resumed training must share with its checkpoint."""
-        names = ["draft_vocab", "learning_rate", "rows_per_step", "max_rows", "learn_questions", "seed"]
-        identity = {name: getattr(self, name) for name in (*names, "unroll" if self.kind == "eagle3" else "kind")}
-        if self.kind == "eagle3" and self.layers > 1:
-            identity["layers of the head"] = self.layers
-        return identity | ({} if self.begin is None else {"begin": str(self.begin)})
+        names = ("layers", "unroll", "draft_vocab", "learning_rate", "rows_per_step", "max_rows", "learn_questions",
+                 "seed")
+        return {name: getattr(self, name) for name in names} | {"begin": str(self.begin)}
 
     def generate_seconds(self) -> float:
         """The seconds for generation; infinite without a time limit."""

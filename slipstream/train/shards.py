@@ -7,7 +7,7 @@ Rules:
 2. ``greedy[i]`` is the target's likeliest token after token i; -1 where its logits were not computed. ``states[i]``
    are the target's tapped states and its final state at token i.
 3. ``identity`` (the target and its tapped layers) is the same in all shards of a folder; shards with another one are
-   refused. Shards of older versions do not name the target's weights.
+   refused.
 4. An incomplete shard (for example half copied) is an error that names it: once it is removed, its conversations are
    made again.
 
@@ -34,7 +34,6 @@ from slipstream.base.errors import ConfigError
 from slipstream.train.folders import new_folder, write_errors
 
 FORMAT = 1
-WEIGHTS = "weights"  # the field of an identity with the hash of the target's weights
 GIVEN, QUESTION, ANSWER = 0, 1, 2  # roles of tokens: template and given text, the target's questions, its answers
 
 
@@ -113,11 +112,10 @@ class Shards:
     def __init__(self, folders: Sequence[Path], identity: Mapping[str, Any]) -> None:
         """Raises ConfigError when a shard has another identity, or is incomplete."""
         self._entries: list[tuple[Path, dict[str, Any]]] = []
-        defaults = {WEIGHTS: identity[WEIGHTS]} if WEIGHTS in identity else {}
         for path in [path for folder in dict.fromkeys(f.resolve() for f in folders) for path in _shard_folders(folder)]:
             with _read_errors(path):
                 index = json.loads((path / "index.json").read_text(encoding="utf-8"))
-                identified = index["format"], {**defaults, **index["identity"]}
+                identified = index["format"], index["identity"]
             if identified != (FORMAT, dict(identity)):
                 raise ConfigError(f"{path}: was made with another target or layout; choose another --work or "
                                   f"--data, or remove {path.parent}")
@@ -138,8 +136,8 @@ class Shards:
         return {temperature: counts[temperature] / counts.total() for temperature in sorted(counts)}
 
     def prompts_given(self) -> set[bool]:
-        """Whether prompts were given: the values in the shards. Those of older versions have none."""
-        return {index["given"] for _, index in self._entries if "given" in index}
+        """Whether prompts were given: the values in the shards."""
+        return {index["given"] for _, index in self._entries}
 
     def totals(self) -> Totals:
         entries = [entry for _, index in self._entries for entry in index["conversations"]]

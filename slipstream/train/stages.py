@@ -41,7 +41,7 @@ from slipstream.train.folders import check_out, check_work, lock_folder, write_e
 from slipstream.train.head import Head, answer_counts, coverage, draft_vocabulary, warm_head
 from slipstream.train.plot import curves
 from slipstream.train.recipe import Recipe
-from slipstream.train.shards import WEIGHTS, Shards, Totals
+from slipstream.train.shards import Shards, Totals
 
 VOCABULARY, MASK = "vocabulary", "mask"  # among a checkpoint's tensors
 DRAFTERS: Mapping[str, Literal["eagle3", "block"]] = {"eagle3": "eagle3", "dspark": "block"}  # kind -> draft.drafter
@@ -151,10 +151,7 @@ def _config_of(target: Path) -> ModelConfig:
 
 def _checkpoints(job: Job, target: Mapping[str, Any]) -> tuple[Path, dict[str, Any]]:
     """The folder of the checkpoints, and their identity. target: the target's identity."""
-    kind = job.recipe.kind
-    folder = job.work / ("checkpoints" if kind == "eagle3" else f"checkpoints-{kind}")
-    # Without the hash of the weights: the shards have it, and older checkpoints do not.
-    return folder, {**job.recipe.identity(), **{name: value for name, value in target.items() if name != WEIGHTS}}
+    return job.work / f"checkpoints-{job.recipe.kind}", {**job.recipe.identity(), **target}
 
 
 def _train(job: Job, config: ModelConfig, target: Mapping[str, Any], shards: Shards,

@@ -69,7 +69,7 @@ def generate_shards(task: Task, rank: int, enough: Callable[[int, int], bool]) -
     recipe = task.recipe
     max_conversation = min(task.model.config.max_context, max_slots(task.template, recipe.limits, task.prompts))
     runner = ModelRunner(task.model, recipe.conversations_at_once * SLOTS_PER_CONVERSATION + max_conversation)
-    runner.set_taps(tuple(task.identity["layers"]))
+    runner.set_taps(tuple(task.identity["taps"]))
     generator = Generator(runner, task.template, task.plans(rank), recipe.conversations_at_once, recipe.limits,
                           recipe.seed + rank)
     writer = ShardWriter(task.folder, task.identity, ascii_lowercase[rank] if rank else "",
