@@ -183,7 +183,7 @@ def encoded() -> dict[str, bytes]:
 
 def asked(data: bytes) -> list[tuple[int, RequestContent]]:
     """Items of answers; raises the first that is wrong."""
-    items = [*decode_answer_requests(data, VOCAB, CONTEXT)]
+    items = [*decode_answer_requests(data)]
     for _, content in items:
         if isinstance(content, SlipstreamError):
             raise content
@@ -436,8 +436,8 @@ def test_rows_of_many_frames_are_not_copied_again_and_again() -> None:
 
 @pytest.mark.parametrize(("request_", "field"), [
     (replace(REQUEST, tokens=()), "prompt"),
-    (replace(REQUEST, tokens=(VOCAB,)), "tokens"),
-    (replace(REQUEST, tokens=(1,) * (CONTEXT + 1)), "tokens"),
+    (replace(REQUEST, tokens=(VOCAB,)), "prompt"),
+    (replace(REQUEST, tokens=(1,) * (2 * CONTEXT)), "prompt"),
     (replace(REQUEST, max_tokens=1 << 31), "max_tokens"),
     (replace(REQUEST, prompt_logprobs=21), "prompt_logprobs"),
     (replace(REQUEST, tokens=(1,) * CONTEXT, allowed_token_ids=(VOCAB,)), "allowed_token_ids"),
@@ -496,7 +496,7 @@ def test_a_target_answers_for_no_other_model() -> None:
 def test_a_long_list_is_refused_before_anything_is_made_of_it(field: str, start: target_pb2.GenerateStart) -> None:
     frame = target_pb2.GenerateManyRequest.FromString(encode_answer_request(3, REQUEST))
     frame.items[0].start.MergeFrom(start)
-    [(number, error)] = decode_answer_requests(frame.SerializeToString(), VOCAB, CONTEXT)
+    [(number, error)] = decode_answer_requests(frame.SerializeToString())
     assert number == 3 and isinstance(error, InvalidRequest) and error.field == field
 
 
@@ -514,14 +514,14 @@ def test_scores_of_a_prompt_are_so_many_at_most() -> None:
 def test_bad_grammar_is_refused_by_name(wire: common_pb2.Grammar) -> None:
     frame = target_pb2.GenerateManyRequest.FromString(encode_answer_request(3, REQUEST))
     frame.items[0].start.grammar.CopyFrom(wire)
-    [(number, error)] = decode_answer_requests(frame.SerializeToString(), VOCAB, CONTEXT)
+    [(number, error)] = decode_answer_requests(frame.SerializeToString())
     assert number == 3 and isinstance(error, InvalidRequest) and error.field == "grammar"
 
 
 def test_a_frame_of_too_many_items_is_refused_before_they_are_made() -> None:
     frame = target_pb2.GenerateManyRequest(items=[target_pb2.AnswerRequest(answer=1)] * (MAX_FRAME_ITEMS + 1))
     with pytest.raises(RemoteProtocolError, match="items"):
-        next(decode_answer_requests(frame.SerializeToString(), VOCAB, CONTEXT))
+        next(decode_answer_requests(frame.SerializeToString()))
 
 
 def test_an_option_its_field_cannot_hold_is_named() -> None:

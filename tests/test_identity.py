@@ -317,9 +317,9 @@ async def test_an_identity_travels(tiny_folder: Path) -> None:
     info = replace(await EchoTarget().info(), identity=OTHER)
     assert decode_info(encode_info(info)) == info
     request = replace(echo_request(), identity=OTHER)
-    assert list(decode_answer_requests(encode_answer_request(7, request), 1000, 4096)) == [(7, request)]
+    assert list(decode_answer_requests(encode_answer_request(7, request))) == [(7, request)]
     refused = replace(request, identity=replace(OTHER, kernels="x" * 300))
-    [(_, error)] = decode_answer_requests(encode_answer_request(7, refused), 1000, 4096)
+    [(_, error)] = decode_answer_requests(encode_answer_request(7, refused))
     assert "identity.kernels" in str(error)
 
 

@@ -610,17 +610,6 @@ async def test_a_bug_in_the_backend_is_unavailable_and_its_text_stays_there() ->
     await server.drain(0)
 
 
-async def test_a_token_outside_the_vocabulary_never_reaches_the_backend() -> None:
-    machine = Machine(Counting(1))
-    server, client = await serve_target(machine)
-    with pytest.raises(InvalidRequest) as raised:
-        async for _ in client.submit(replace(REQUEST, tokens=(1, 1000))):
-            pass
-    assert raised.value.field == "tokens" and machine.requests == []
-    await client.aclose()
-    await server.drain(0)
-
-
 @pytest.mark.parametrize("how", ["break", "aclose", "cancel"])
 async def test_leaving_an_answer_frees_it(how: str) -> None:
     machine = Machine(Counting(1 << 30, pause_s=0.001))

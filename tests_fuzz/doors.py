@@ -211,7 +211,7 @@ def hello_seeds() -> Iterator[bytes]:
 
 def asked_of_target(data: bytes) -> None:
     """What a router sends."""
-    for answer, content in decode_answer_requests(data, 500, 4096):
+    for answer, content in decode_answer_requests(data):
         if not isinstance(content, Exception):
             encode_answer_request(answer, content)
 

@@ -185,10 +185,10 @@ class ServedModel:
         tokens, sampling = request.tokens, request.sampling
         length = len(tokens) - request.answered + request.max_tokens
         _require(len(tokens) > 0, "prompt", "is empty")
-        self._check_in_vocabulary("prompt", tokens)
-        _require(request.max_tokens >= 0, "max_tokens", "must not be negative")
         _require(len(tokens) < max_length, "prompt", f"has {len(tokens)} tokens; at most {max_length - 1} fit",
                  "context_length_exceeded")
+        self._check_in_vocabulary("prompt", tokens)
+        _require(request.max_tokens >= 0, "max_tokens", "must not be negative")
         _require(request.answered == 0 or 0 < request.answered < min(len(tokens), request.max_tokens), "answered",
                  "must leave a prompt, and a token to answer with")
         _require(length <= max_length, "max_tokens", f"{request.max_tokens} and a prompt of {len(tokens)} exceed the "

@@ -3,8 +3,8 @@
 Rules:
 1. An encoded item is a frame of one; concatenated frames are a frame of all their items.
 2. The lengths of a request's lists are checked here, before objects are made of them; too long a list raises
-   InvalidRequest naming the field. The target checks everything else (``requests.ServedModel``). A target's answers are
-   checked too; an invalid one raises RemoteProtocolError.
+   InvalidRequest naming the field. The backend checks everything else (``requests.ServedModel``). A target's answers
+   are checked too; an invalid one raises RemoteProtocolError.
 3. An item with wrong content fails only its own answer (the error is returned with the answer's number); bytes that are
    no frame raise RemoteProtocolError.
 4. Times travel as whole microseconds.
@@ -41,9 +41,9 @@ from slipstream.wire.fields import (
     decode_few_ints,
     decode_grammar,
     decode_identity,
+    decode_ints,
     decode_logprobs_mode,
     decode_sampling,
-    decode_token_ids,
     encode_few_floats,
     encode_few_ints,
     encode_grammar,
@@ -104,7 +104,7 @@ def encode_answer_request(answer: int, content: Request | bool | Flow) -> bytes:
     return frame.SerializeToString()
 
 
-def decode_answer_requests(data: bytes, vocab_size: int, max_context: int) -> Iterator[tuple[int, RequestContent]]:
+def decode_answer_requests(data: bytes) -> Iterator[tuple[int, RequestContent]]:
     """(answer number, content) of each item. Raises RemoteProtocolError; for a bad item, its error is the content."""
     wire = target_pb2.GenerateManyRequest()
     parse(wire, data, "frame")
@@ -112,15 +112,15 @@ def decode_answer_requests(data: bytes, vocab_size: int, max_context: int) -> It
             f"a frame has at most {MAX_FRAME_ITEMS}, this one {len(wire.items)}")
     for item in wire.items:
         try:
-            yield item.answer, _request_content(item, vocab_size, max_context)
+            yield item.answer, _request_content(item)
         except (InvalidRequest, RemoteProtocolError) as error:
             yield item.answer, error
 
 
-def _request_content(item: target_pb2.AnswerRequest, vocab_size: int, max_context: int) -> RequestContent:
+def _request_content(item: target_pb2.AnswerRequest) -> RequestContent:
     kind = item.WhichOneof("content")
     if kind == "start":
-        return _decode_request(item.start, vocab_size, max_context, well_formed(item.traceparent))
+        return _decode_request(item.start, well_formed(item.traceparent))
     if kind == "control":
         return _decode_mode(item.control.mode)
     require(kind == "flow" and item.flow in FLOWS, "content", "an item must be a start, a control or a known flow")
@@ -142,11 +142,11 @@ def _encode_mode(speculate: bool) -> common_pb2.Mode.ValueType:
     return common_pb2.MODE_AUTO if speculate else common_pb2.MODE_PLAIN
 
 
-def _decode_request(wire: target_pb2.GenerateStart, vocab_size: int, max_context: int, trace: str = "") -> Request:
+def _decode_request(wire: target_pb2.GenerateStart, trace: str) -> Request:
     """Raises InvalidRequest naming the field."""
     try:
         checked_name("request_id", wire.request_id)
-        tokens = decode_token_ids("tokens", wire.tokens, vocab_size, max_context).tolist()
+        tokens = decode_ints("tokens", wire.tokens).tolist()
         speculate = _decode_mode(wire.mode)
         for field, max_entries in (("allowed_token_ids", MAX_ALLOWED), ("bad_words", MAX_BAD_WORDS)):
             require(len(getattr(wire, field)) <= max_entries, field, f"has more than {max_entries} entries")
@@ -158,7 +158,7 @@ def _decode_request(wire: target_pb2.GenerateStart, vocab_size: int, max_context
     except RemoteProtocolError as error:
         raise InvalidRequest(error.field, error.message) from error
     return from_message(
-        Request, wire, tokens=tuple(tokens), sampling=decode_sampling(wire.sampling, vocab_size),
+        Request, wire, tokens=tuple(tokens), sampling=decode_sampling(wire.sampling),
         top_logprobs=wire.top_logprobs if wire.HasField("top_logprobs") else None, speculate=speculate, trace=trace,
         identity=identity, grammar=decode_grammar(wire.grammar) if wire.HasField("grammar") else None,
         prompt_logprobs=wire.prompt_logprobs if wire.HasField("prompt_logprobs") else None,

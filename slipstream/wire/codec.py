@@ -65,8 +65,8 @@ from slipstream.wire.fields import (
     checked_name,
     decode_dtype,
     decode_identity,
+    decode_ints,
     decode_sampling,
-    decode_token_ids,
     encode_identity,
     encode_sampling,
     field_values,
@@ -222,10 +222,16 @@ def _decode_frame(message_type: Callable[[], Any], data: bytes, incarnation: int
 
 
 def _read_open(wire: draft_pb2.OpenItem, limits: FrameLimits) -> Open:
-    tokens = decode_token_ids("open.tokens", wire.tokens, limits.vocab_size, limits.max_context)
+    tokens = decode_ints("open.tokens", wire.tokens)
     in_range("open.tokens", len(tokens), 1, limits.max_context)
     prompt_len = in_range("open.prompt_len", wire.prompt_len, 1, len(tokens))
-    return Open(wire.session, tokens, prompt_len, decode_sampling(wire.sampling, limits.vocab_size),
+    sampling = decode_sampling(wire.sampling)
+    for field, ids in (("open.tokens", (int(tokens.min()), int(tokens.max()))),
+                       ("stop_token_ids", sampling.stop_token_ids),
+                       ("logit_bias", [token for token, _ in sampling.logit_bias])):
+        for token in ids:
+            in_range(field, token, 0, limits.vocab_size - 1)
+    return Open(wire.session, tokens, prompt_len, sampling,
                 in_range("open.wanted", wire.wanted, 0, MAX_NODES - 1), well_formed(wire.trace), wire.ahead)
 
 

@@ -72,7 +72,6 @@ class TargetServicer:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._calls: set[AnswerCall] = set()
-        self._info: TargetInfo | None = None
         self._draining = False
 
     def handler(self) -> grpc.GenericRpcHandler:
@@ -96,7 +95,9 @@ class TargetServicer:
     async def _generate_many(self, _requests: object, context: Context) -> None:
         try:
             await context.send_initial_metadata(())
-            call = AnswerCall(self._backend, await self._served_info())
+            if self._draining:
+                raise Draining("this target is shutting down")
+            call = AnswerCall(self._backend)
             self._calls.add(call)
             try:
                 await call.run(context)
@@ -106,14 +107,6 @@ class TargetServicer:
             return  # the call ended meanwhile
         except Exception as error:
             await abort(context, error)
-
-    async def _served_info(self) -> TargetInfo:
-        """The target's info, asked for once. Raises Draining."""
-        if self._info is None:
-            self._info = await self._backend.info()
-        if self._draining:
-            raise Draining("this target is shutting down")
-        return self._info
 
 
 class Sender:
@@ -130,11 +123,10 @@ class Sender:
 
 
 class AnswerCall:
-    """The target's end of one call. Make it on the event loop that runs it. Requests are checked against ``info``."""
+    """The target's end of one call. Make it on the event loop that runs it."""
 
-    def __init__(self, backend: Backend, info: TargetInfo) -> None:
+    def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._info = info
         self._senders: dict[int, Sender] = {}
         self._outgoing: list[bytes] = []
         self._outgoing_bytes = 0
@@ -160,7 +152,7 @@ class AnswerCall:
 
     async def _read(self, stream: ByteStream) -> None:
         while isinstance(data := await stream.read(), bytes):
-            for number, content in decode_answer_requests(data, self._info.vocab_size, self._info.max_context):
+            for number, content in decode_answer_requests(data):
                 self._handle(number, content)
             await self._has_room.wait()  # from a caller that does not read, nothing more is read
 
