@@ -25,7 +25,7 @@ from tokenizers import Tokenizer
 
 from slipstream.base.errors import InvalidRequest, ModelError
 from slipstream.grammar.conditions import rewrite_conditions
-from slipstream.grammar.exclusive import resolved, rewrite_one_of
+from slipstream.grammar.exclusive import listed_values, resolved, rewrite_one_of
 from slipstream.grammar.matcher import Matcher, StopTokens
 from slipstream.grammar.patterns import FORMAT_PATTERNS, STRICTER_FORMATS, without_lookaheads
 from slipstream.grammar.presence import rewrite_presence
@@ -135,11 +135,11 @@ def _llguidance_grammar(grammar: Grammar) -> str:
     for part in _subschemas(content):
         _check_bounds(part)
         _check_constants([part.get("const"), part.get("enum")])
-    source = json.dumps(content) if rewrite_for_llguidance(content) else grammar.source
+    rewrite_for_llguidance(content)
     options: Any = json_options(grammar.source, content)
     try:
-        return str(LLMatcher.grammar_from_json_schema(source, overrides=options))
-    except ValueError as error:  # Python's reader takes NaN and halves of characters
+        return str(LLMatcher.grammar_from_json_schema(json.dumps(content), overrides=options))
+    except (ValueError, RecursionError) as error:  # Python's reader takes NaN and halves of characters
         raise _not_json(error) from error
 
 
@@ -162,27 +162,28 @@ def json_options(source: str, schema: dict[str, Any]) -> dict[str, str | None]:
     return {"whitespace_pattern": SPACE, "json_allowed_escapes": PLAIN_ESCAPES if plain else None}
 
 
-def rewrite_for_llguidance(schema: dict[str, Any]) -> bool:
+def rewrite_for_llguidance(schema: dict[str, Any]) -> None:
     """Rewrite ``schema`` in place: keywords that llguidance does not know become ones of the same meaning, and
-    annotations that it refuses are removed. Returns whether anything changed."""
-    changed, parts = False, [*_subschemas(schema)]
-    alone = not any("$id" in part for part in parts[1:])  # what refers to itself there is another
+    annotations that it refuses are removed."""
+    parts = [*_subschemas(schema)]
+    alone = not any("$id" in part for part in parts[1:])  # else "#" there is no part of ``schema``
     for part in parts if alone else ():
-        changed = rewrite_conditions(schema, part) or changed
+        rewrite_conditions(schema, part)
     for part in _subschemas(schema):
-        changed = rewrite_presence(part) or changed
-    changed = rewrite_one_of(schema, _subschemas(schema)) or changed
+        rewrite_presence(part)
+    if alone:
+        rewrite_one_of(schema, [*_subschemas(schema)])
     for part in _subschemas(schema):
-        changed = _rewrite_keywords(part) or changed
+        _rewrite_keywords(part)
     for part in _subschemas(schema):
         if alone and "$ref" in part and resolved(schema, part).get("enum") == []:  # for which llguidance refuses all
             del part["$ref"]
-            part["enum"], changed = [], True
-    notes = [(part, name) for part in _subschemas(schema) for name in part if _is_annotation(name, part[name])]
-    for part, name in notes:
-        del part[name]
-    named = [_rewrite_property_names(schema, part) for part in reversed([*_subschemas(schema)])]
-    return changed or bool(notes) or any(named)
+            part["enum"] = []
+    for part in [*_subschemas(schema)]:
+        for name in [name for name in part if _is_annotation(name, part[name])]:
+            del part[name]
+    for part in reversed([*_subschemas(schema)]):
+        _rewrite_property_names(schema, part)
 
 
 def costly_parts(grammar: Grammar) -> list[tuple[str, Grammar]]:
@@ -200,102 +201,87 @@ def costly_parts(grammar: Grammar) -> list[tuple[str, Grammar]]:
     return [(label, Grammar("json_schema", source)) for source, label in labels.items()]
 
 
-def _rewrite_property_names(schema: dict[str, Any], part: dict[str, Any]) -> bool:
+def _rewrite_property_names(schema: dict[str, Any], part: dict[str, Any]) -> None:
     """``propertyNames`` with listed names becomes ``properties``, with a pattern ``patternProperties``."""
     if "propertyNames" not in part or part.keys() & {"properties", "patternProperties"}:
-        return False
+        return
     names, value = resolved(schema, part["propertyNames"]), part.get("additionalProperties", True)
-    listed = [names["const"]] if "const" in names else names.get("enum")
-    keywords = names.keys() - {"type", "title", "description"}
-    if isinstance(listed, list) and all(isinstance(name, str) for name in listed) and keywords in ({"const"}, {"enum"}):
-        if len(listed) * len(json.dumps(value)) > MOST_WRITTEN:
-            return False
-        part["properties"] = dict.fromkeys(listed, value)
-    elif keywords == {"pattern"}:
+    listed, keywords = listed_values(names), names.keys() - {"type", "title", "description"}
+    if keywords == {"pattern"}:
         part["patternProperties"] = {names["pattern"]: value}
+    elif listed is not None and all(isinstance(name, str) for name in listed) and len(keywords) == 1 and (
+            len(listed) * len(json.dumps(value)) <= MOST_WRITTEN):
+        part["properties"] = dict.fromkeys(listed, value)
     else:
-        return False
+        return
     part["additionalProperties"] = False
     del part["propertyNames"]
-    return True
 
 
-def _rewrite_keywords(part: dict[str, Any]) -> bool:
-    form, changed = part.get("format"), False
+def _rewrite_keywords(part: dict[str, Any]) -> None:
+    form = part.get("format")
     if "not" in part and (part["not"] == {} or part["not"] is True):  # nothing, as Go and Zod write it
         del part["not"]
-        part["enum"], changed = [], True
+        part["enum"] = []
     if part.get("nullable") is True and isinstance(kind := part.get("type"), str) and kind != "null":
-        part["type"], changed = [kind, "null"], True  # as OpenAPI 3.0 has it, which knows no list of types
+        part["type"] = [kind, "null"]  # as OpenAPI 3.0 has it, which knows no list of types
     if isinstance(form, str) and form in FORMAT_PATTERNS and "pattern" not in part:
-        part["pattern"], changed = FORMAT_PATTERNS[form], True
+        part["pattern"] = FORMAT_PATTERNS[form]
         del part["format"]
     if isinstance(form, str) and form in STRICTER_FORMATS:
-        part["format"], changed = STRICTER_FORMATS[form], True
+        part["format"] = STRICTER_FORMATS[form]
     if isinstance(form, str) and form in EXACTLY and "pattern" not in part:
-        part["pattern"], changed = EXACTLY[form], True
+        part["pattern"] = EXACTLY[form]
     elif form == "time" and isinstance(part.get("pattern"), str) and NO_OFFSET.fullmatch(part["pattern"]):
         del part["format"]
-        changed = True
-    if isinstance(pattern := part.get("pattern"), str) and pattern != (replacement := without_lookaheads(pattern)):
-        part["pattern"], changed = replacement, True
-    if isinstance(ref := part.get("$ref"), str) and ref != (spelt := quote(ref, URI_SAFE, errors="replace")):
-        part["$ref"], changed = spelt, True  # zod-to-json-schema leaves an umlaut, a space or a bracket as it is
+    if isinstance(pattern := part.get("pattern"), str):
+        part["pattern"] = without_lookaheads(pattern)
+    if isinstance(ref := part.get("$ref"), str):  # zod-to-json-schema leaves an umlaut, a space or a bracket as it is
+        part["$ref"] = quote(ref, URI_SAFE, errors="replace")
     for name in COUNTS & part.keys():
         if isinstance(count := part[name], float) and count.is_integer():  # as languages write it that have no others
-            part[name], changed = int(count), True
-    return any([changed, _clamp_bounds(part), _narrow_exclusive_bound(part), _rewrite_unevaluated(part),
-                _rewrite_property_counts(part)])
+            part[name] = int(count)
+    _clamp_bounds(part)
+    _narrow_exclusive_bound(part)
+    if not part.keys() & {*APPLICATORS, "dependentSchemas", "if"} and "unevaluatedProperties" in part:
+        unevaluated = part.pop("unevaluatedProperties")  # no other keyword evaluates properties
+        part.setdefault("additionalProperties", unevaluated)
+    _rewrite_property_counts(part)
 
 
-def _rewrite_unevaluated(part: dict[str, Any]) -> bool:
-    """``unevaluatedProperties`` becomes ``additionalProperties`` where no other keyword evaluates properties."""
-    if "unevaluatedProperties" not in part or part.keys() & {*APPLICATORS, "dependentSchemas", "if"}:
-        return False
-    unevaluated = part.pop("unevaluatedProperties")
-    part.setdefault("additionalProperties", unevaluated)
-    return True
-
-
-def _rewrite_property_counts(part: dict[str, Any]) -> bool:
+def _rewrite_property_counts(part: dict[str, Any]) -> None:
     """llguidance counts an object's properties only if all named ones are required, or only one is possible. Counts
     that other keywords imply are removed; a ``minProperties`` of 1 becomes ``anyOf`` over the names."""
     names, required = part.get("properties"), part.get("required", [])
     if not (isinstance(names, dict) and isinstance(required, list)) or names.keys() <= {*map(str, required)}:
-        return False
+        return
     least, most = part.get("minProperties"), part.get("maxProperties")
-    to_remove = []
     if type(least) is int and least <= len({*map(str, required)}):
-        to_remove.append("minProperties")
+        del part["minProperties"]
     elif least == 1 != most and len(names) <= MOST_NAMES and not part.keys() & APPLICATORS:
-        to_remove.append("minProperties")
+        del part["minProperties"]
         part["anyOf"] = [{"required": [name]} for name in names]
     closed = part.get("additionalProperties") is False and not part.get("patternProperties")
     if type(most) is int and closed and most >= len(names):
-        to_remove.append("maxProperties")
-    for name in to_remove:
-        del part[name]
-    return bool(to_remove)
+        del part["maxProperties"]
 
 
-def _clamp_bounds(part: dict[str, Any]) -> bool:
+def _clamp_bounds(part: dict[str, Any]) -> None:
     """Bounds at the ends of a language's types: llguidance knows no integer beyond the last double within 64 bits, so
     these are moved there; those at the ends of a double restrict no readable number and are removed."""
-    kinds, changed = part.get("type"), False
+    kinds = part.get("type")
     integers_only = isinstance(kinds, str | list) and "integer" in kinds and "number" not in kinds
     for name, sign in BOUNDS.items():
         bound = part.get(name)
         if not isinstance(bound, int | float) or not sign * bound > LAST_DOUBLE or (integers_only and sign > 0):
             continue
-        changed = True
         if sign * bound >= sys.float_info.max and not integers_only:
             del part[name]
         else:
             part[name] = sign * LAST_DOUBLE
-    return changed
 
 
-def _narrow_exclusive_bound(part: dict[str, Any]) -> bool:
+def _narrow_exclusive_bound(part: dict[str, Any]) -> None:
     """If both bounds lie between two neighbouring integers, llguidance allows the excluded bound that is nearer to 0:
     it becomes an included bound slightly inside."""
     for excluding, near, far, sign in (("exclusiveMinimum", "minimum", ("maximum", "exclusiveMaximum"), 1),
@@ -307,8 +293,7 @@ def _narrow_exclusive_bound(part: dict[str, Any]) -> bool:
             inside = max(excluded + min(EXCLUSIVE_MARGIN, (end - excluded) / 2), bounds.get(near, -math.inf))
             del part[excluding]
             part[near] = sign * inside
-            return True
-    return False
+            return
 
 
 def _is_annotation(name: str, value: Any) -> bool:

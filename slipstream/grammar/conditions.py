@@ -14,32 +14,32 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from slipstream.grammar.exclusive import resolved
+from slipstream.grammar.exclusive import resolved, scalar_values
 
 MOST_VALUES, MOST_WRITTEN = 32, 1 << 16
 NOTES = frozenset({"title", "description", "$comment", "type"})
 PARTS = frozenset({"if", "then", "else"})
 Schema = dict[str, Any]
-Test = tuple[str, tuple[Any, ...], bool]  # a property, its values, and whether it has to be there
+Test = tuple[str, list[Any], bool]  # a property, its values, and whether it has to be there
 
 
-def rewrite_conditions(schema: Schema, part: Schema) -> bool:
-    """Rewrite ``part`` of ``schema`` in place. Returns whether anything changed."""
+def rewrite_conditions(schema: Schema, part: Schema) -> None:
+    """Rewrite ``part`` of ``schema`` in place."""
     listed = part.get("allOf", [])
     if part.get("type") != "object" or not isinstance(listed, list):
-        return False
+        return
     conditions = [each for each in listed if isinstance(each, dict) and "if" in each and not each.keys() - PARTS]
     others = [each for each in listed if not any(each is condition for condition in conditions)]
     conditions += [{key: part[key] for key in PARTS & part.keys()}] if "if" in part else []
     tests = [_parse_test(condition["if"]) for condition in conditions]
     name = tests[0][0] if tests and tests[0] else ""
     properties = part.get("properties")
-    values = _listed(resolved(schema, properties.get(name))) if isinstance(properties, dict) else ()
+    values = scalar_values(resolved(schema, properties.get(name))) if isinstance(properties, dict) else ()
     if not values or len(values) > MOST_VALUES or not all(test and test[0] == name for test in tests):
-        return False
+        return
     written = json.dumps([condition.get(key) for condition in conditions for key in ("then", "else")])
     if '"if"' in written or len(written) * len(values) > MOST_WRITTEN:
-        return False
+        return
     required = part.get("required")
     pairs = [(condition, test) for condition, test in zip(conditions, tests, strict=True) if test]
     alternatives = [_alternative({"properties": {name: {"const": value}}, "required": [name]},
@@ -53,7 +53,6 @@ def rewrite_conditions(schema: Schema, part: Schema) -> bool:
     for key in PARTS:
         part.pop(key, None)
     part["allOf"] = [*others, {"anyOf": alternatives}]
-    return True
 
 
 def _alternative(base: Schema, then: list[Any]) -> Schema:
@@ -69,17 +68,10 @@ def _parse_test(condition: Any) -> Test | None:
     if not (isinstance(properties, dict) and len(properties) == 1):
         return None
     (name, allowed), = properties.items()
-    values = _listed(allowed) if isinstance(allowed, dict) and not allowed.keys() - NOTES - {"const", "enum"} else ()
-    return (name, values, bool(required)) if values and required in ([], [name]) else None
+    if not isinstance(allowed, dict) or allowed.keys() - NOTES - {"const", "enum"} or required not in ([], [name]):
+        return None
+    return (name, values, bool(required)) if (values := scalar_values(allowed)) else None
 
 
-def _listed(part: Schema) -> tuple[Any, ...]:
-    """The values that a schema lists; empty: it lists none, or some are lists or objects."""
-    listed = [part["const"]] if "const" in part else part.get("enum")
-    if not isinstance(listed, list) or any(isinstance(value, list | dict) for value in listed):
-        return ()
-    return tuple(listed)
-
-
-def _is_in(value: Any, values: tuple[Any, ...]) -> bool:
+def _is_in(value: Any, values: list[Any]) -> bool:
     return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in values)

@@ -13,7 +13,7 @@ It knows nothing about llguidance or grammars.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 from urllib.parse import unquote
@@ -26,12 +26,9 @@ KINDS: Mapping[type, str] = {bool: "boolean", int: "number", float: "number", st
 ALL = frozenset(KINDS.values())
 
 
-def rewrite_one_of(schema: Schema, parts: Iterable[Schema]) -> bool:
-    """Rewrite ``oneOf`` in the ``parts`` of ``schema`` where the meaning stays. Returns whether anything changed."""
-    parts = list(parts)
-    if any("$id" in part for part in parts if part is not schema):  # "#" there is no part of ``schema``
-        return False
-    changed, to_require = False, list[tuple[Schema, str]]()
+def rewrite_one_of(schema: Schema, parts: Sequence[Schema]) -> None:
+    """Rewrite ``oneOf`` in the ``parts`` of ``schema`` where the meaning stays."""
+    to_require = list[tuple[Schema, str]]()
     for part in parts:
         listed = part.get("oneOf")
         if not isinstance(listed, list) or "anyOf" in part or len(listed) > MOST:
@@ -42,11 +39,9 @@ def rewrite_one_of(schema: Schema, parts: Iterable[Schema]) -> bool:
             part["anyOf"] = part.pop("oneOf")
             to_require += [(alternative, name) for alternative in alternatives if "object" in _kinds(alternative)
                            for name in discriminators]
-            changed = True
     for alternative, name in to_require:  # last: what the others let through is what was written
         if name not in _required(alternative):
             alternative["required"] = [*_required(alternative), name]
-    return changed
 
 
 def _discriminators(schema: Schema, part: Schema, alternatives: Iterable[Schema]) -> tuple[str, ...]:
@@ -113,7 +108,7 @@ def _kinds(part: Schema) -> frozenset[str]:
     """The types that pass, or more."""
     kinds = part.get("type")
     if not isinstance(kinds, str | list):
-        listed = _listed(part)
+        listed = listed_values(part)
         return ALL if listed is None else frozenset(KINDS[type(value)] for value in listed)
     return frozenset("number" if kind == "integer" else kind
                      for kind in ([kinds] if isinstance(kinds, str) else kinds) if isinstance(kind, str))
@@ -121,15 +116,19 @@ def _kinds(part: Schema) -> frozenset[str]:
 
 def _values(schema: Schema, part: Any) -> frozenset[tuple[str, Any]]:
     """All values that pass; empty: unknown."""
-    listed = _listed(resolved(schema, part))
-    if listed is None or any(isinstance(value, list | dict) for value in listed):
-        return frozenset()
-    return frozenset((KINDS[type(value)], value) for value in listed)
+    return frozenset((KINDS[type(value)], value) for value in scalar_values(resolved(schema, part)))
 
 
-def _listed(part: Schema) -> list[Any] | None:
+def listed_values(part: Schema) -> list[Any] | None:
+    """The values that ``part`` lists; None: it lists none."""
     listed = [part["const"]] if "const" in part else part.get("enum")
     return listed if isinstance(listed, list) else None
+
+
+def scalar_values(part: Schema) -> list[Any]:
+    """The values that ``part`` lists; empty: it lists none, or some are lists or objects."""
+    listed = listed_values(part) or []
+    return [] if any(isinstance(value, list | dict) for value in listed) else listed
 
 
 def _properties(part: Schema) -> Schema:

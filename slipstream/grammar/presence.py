@@ -21,68 +21,65 @@ Schema = dict[str, Any]
 Names = tuple[str, ...]
 
 
-def rewrite_presence(part: Schema) -> bool:
-    """Rewrite ``part`` in place. Returns whether anything changed."""
-    if not isinstance(part.get("allOf", []), list):
-        return False
-    return any([_rewrite_not(part), _rewrite_one_of(part), _rewrite_dependencies(part)])
+def rewrite_presence(part: Schema) -> None:
+    """Rewrite ``part`` in place."""
+    if isinstance(part.get("allOf", []), list):
+        _rewrite_not(part)
+        _rewrite_one_of(part)
+        _rewrite_dependencies(part)
 
 
-def _rewrite_not(part: Schema) -> bool:
+def _rewrite_not(part: Schema) -> None:
     denied = part.get("not")
     listed = denied["anyOf"] if isinstance(denied, dict) and denied.keys() == {"anyOf"} else [denied]
     objects_only = part.get("type") == "object"
     groups = [_required(schema, objects_only) for schema in listed] if isinstance(listed, list) else []
     names = part.get("properties", {})
     if not (groups and all(groups) and isinstance(names, dict) and _restrict_to_objects(part)):
-        return False
+        return
     del part["not"]
     for group in groups:
         if len(group) == 1:
             part["properties"] = names = {**names, group[0]: False}
         else:
             _add_all_of(part, {"anyOf": [{"properties": {name: False}} for name in group]})
-    return True
 
 
-def _rewrite_one_of(part: Schema) -> bool:
+def _rewrite_one_of(part: Schema) -> None:
     listed = part.get("oneOf")
     if not isinstance(listed, list) or "anyOf" in part or not 2 <= len(listed) <= MOST_ALTERNATIVES:
-        return False
+        return
     objects_only = part.get("type") == "object" or all(
         isinstance(alternative, dict) and alternative.get("type") == "object" for alternative in listed)
     groups = [_required(alternative, objects_only) for alternative in listed]
     if not all(groups):
-        return False
+        return
     alternatives: list[Schema] = []
     for group in groups:  # its names are there, and of each other group one is not
         names = {*group}
         others = [[name for name in other if name not in names] for other in groups if other is not group]
         if len(alternatives) + math.prod(map(len, others)) > MOST_ALTERNATIVES:
-            return False
+            return
         alternatives += [{"required": [*group], "properties": dict.fromkeys(absent, False)}
                          for absent in product(*others)]
-    if not alternatives or not _restrict_to_objects(part):
-        return False
-    del part["oneOf"]
-    part["anyOf"] = alternatives
-    return True
+    if alternatives and _restrict_to_objects(part):
+        del part["oneOf"]
+        part["anyOf"] = alternatives
 
 
-def _rewrite_dependencies(part: Schema) -> bool:
+def _rewrite_dependencies(part: Schema) -> None:
     mappings = [part[key] for key in ("dependentRequired", "dependentSchemas", "dependencies") if key in part]
     if not mappings or not all(isinstance(mapping, dict) for mapping in mappings):
-        return False
+        return
     dependencies = [(name, {"required": consequence} if isinstance(consequence, list) else consequence)
                     for mapping in mappings for name, consequence in mapping.items()]
     if len(dependencies) > MOST_DEPENDENCIES or not all(isinstance(consequence, dict | bool)
                                                         for _, consequence in dependencies):
-        return False
+        return
     for key in ("dependentRequired", "dependentSchemas", "dependencies"):
         part.pop(key, None)
     for name, consequence in dependencies:
         _add_all_of(part, {"anyOf": [{"properties": {name: False}}, consequence]})
-    return True
 
 
 def _add_all_of(part: Schema, schema: Schema) -> None:
