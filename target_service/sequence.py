@@ -31,9 +31,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.base.errors import first_line
-from slipstream.choosing.logits import is_filtered
+from slipstream.choosing.logits import TokenHistory, is_filtered
 from slipstream.choosing.permitted import Masks
-from slipstream.choosing.sampling import TokenHistory
 from slipstream.engine.kv import Match, RadixCache, Row
 from slipstream.engine.runner import FeatureWriter, ModelRunner
 from slipstream.following.followed import Followed

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bench.gpu.shapes import SMALL, config_of, decoder_shapes, head_shapes
-from slipstream.choosing.logits import FIRST_WIDTH
-from slipstream.choosing.sampling import ChoiceRows, TokenHistory, choices, log_probabilities, rank
+from slipstream.choosing.logits import FIRST_WIDTH, TokenHistory
+from slipstream.choosing.sampling import ChoiceRows, choices, log_probabilities, rank
 from slipstream.drafting.graph import Shape, TreeGraph
 from slipstream.drafting.heads.block import BlockNetwork
 from slipstream.drafting.heads.block_checkpoint import BlockHead

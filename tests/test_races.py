@@ -13,7 +13,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from slipstream.choosing.sampling import ChoiceRows, Race, TokenHistory, Winners, choose, rank, ranked
+from slipstream.choosing.logits import TokenHistory
+from slipstream.choosing.sampling import ChoiceRows, Race, Winners, choose, rank, ranked
 from slipstream.engine.native.compiled_kernels import X86, kernels
 from slipstream.engine.native.program import Team
 from slipstream.engine.native.races import NativeRace

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from scipy import stats
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from slipstream.choosing.logits import TokenHistory
 from slipstream.choosing.noise import best_under_noise, noise, row_keys
-from slipstream.choosing.sampling import ChoiceRows, TokenHistory, choose, rank, ranked
+from slipstream.choosing.sampling import ChoiceRows, choose, rank, ranked
 from slipstream.choosing.scores import chosen_logprobs
 from slipstream.protocol.requests import Sampling, TokenLogprob
 from tests.scored import adjusted

@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 from draft_service.worker import DraftWorker
 from slipstream.base.config import DraftSection, GrowthSection, ModelSection
 from slipstream.base.errors import ConfigError, ModelError
-from slipstream.choosing.sampling import ChoiceRows, TokenHistory, rank
+from slipstream.choosing.logits import TokenHistory
+from slipstream.choosing.sampling import ChoiceRows, rank
 from slipstream.drafting import create
 from slipstream.drafting.neural import NeuralDrafter
 from slipstream.drafting.standalone import StandaloneNetwork

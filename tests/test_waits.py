@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.choosing.sampling import ChoiceRows, TokenHistory, choose, rank
+from slipstream.choosing.logits import TokenHistory
+from slipstream.choosing.sampling import ChoiceRows, choose, rank
 from slipstream.drafting.heads.mtp import DecoderLayers, MtpNetwork
 from slipstream.drafting.heads.mtp_checkpoint import read_mtp
 from slipstream.engine.batch import BatchBuilder

@@ -41,24 +41,6 @@ from slipstream.choosing.noise import best_under_noise, noise, row_keys
 from slipstream.choosing.transfer import to_device
 from slipstream.protocol.requests import Sampling
 
-__all__ = [
-    "GREEDY",
-    "Children",
-    "ChoiceRows",
-    "Draws",
-    "Race",
-    "TokenHistory",
-    "Winners",
-    "adjusted_rows",
-    "choices",
-    "choose",
-    "greatest",
-    "log_probabilities",
-    "rank",
-    "ranked",
-    "uniform_draws",
-]
-
 COINS = 0x5851F42D4C957F2D  # added to the seed, so that coins are independent of the noise
 CELLS_AT_ONCE_CPU, ROWS_AT_ONCE = 200_000, 64  # bounds of a copy: a CPU's fits its cache, a GPU's needs few launches
 RUNNERS_UP = 8  # ranked beyond the k that are asked for, so that equal scores around rank k are ordered by id

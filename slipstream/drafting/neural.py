@@ -28,7 +28,8 @@ from numpy.typing import NDArray
 
 from slipstream.base.config import GrowthSection
 from slipstream.base.errors import CapacityError, ConfigError, DeviceFull
-from slipstream.choosing.sampling import ChoiceRows, TokenHistory, ranked
+from slipstream.choosing.logits import TokenHistory
+from slipstream.choosing.sampling import ChoiceRows, ranked
 from slipstream.choosing.transfer import to_device
 from slipstream.drafting.block import CANDIDATES, BlockNode, BlockPass, BlockStates
 from slipstream.drafting.fresh import MIN_ARRAY_TREES, FreshTrees, is_fresh

@@ -47,7 +47,8 @@ from math import exp, isfinite
 import numpy as np
 import torch
 
-from slipstream.choosing.sampling import Children, TokenHistory
+from slipstream.choosing.logits import TokenHistory
+from slipstream.choosing.sampling import Children
 from slipstream.drafting.block import BlockPass
 from slipstream.engine.kv import Indices
 from slipstream.engine.native.draft import Seed
