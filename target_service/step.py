@@ -463,7 +463,7 @@ def _choice_rows(sequence: Sequence, tree: DraftTree, levels: list[int], first: 
     sampling = sequence.request.sampling
     # Paths cost Python time; only penalties look at them.
     paths = ([[tree.tokens[above] for above in tree.path(node)[1:]] for node in range(len(tree))]
-             if sampling.path_dependent else [[]] * len(tree))
+             if sampling.penalised else [[]] * len(tree))
     base, output = tree.base, sequence.followed.side.num_output
     return ChoiceRows(sampling, range(first, first + len(tree)), [base + level for level in levels],
                       [output + level for level in levels], sequence.history, paths)

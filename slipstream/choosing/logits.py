@@ -47,11 +47,10 @@ class TokenHistory:
     def of(sampling: Sampling, tokens: Sequence[int] = (), prompt: int | None = None) -> TokenHistory | None:
         """The history of a text for ``sampling``; None if it has no penalties. prompt: how many of the first ``tokens``
         are the prompt (None: all); they count only with a repetition penalty."""
-        repetition = sampling.repetition_penalty != 1.0
-        if not repetition and sampling.presence_penalty == sampling.frequency_penalty == 0.0:
+        if not sampling.penalised:
             return None
         prompt = len(tokens) if prompt is None else prompt
-        history = TokenHistory(tokens[:prompt] if repetition else ())
+        history = TokenHistory(tokens[:prompt] if sampling.repetition_penalty != 1.0 else ())
         history.append(tokens[prompt:])
         return history
 

@@ -71,11 +71,6 @@ class ChoiceRows:
         sampling = self.sampling
         return sampling.path_dependent or bool(sampling.logit_bias) or self.allowed is not None
 
-    @property
-    def penalised(self) -> bool:
-        """Whether penalties are applied, which need the history."""
-        return self.sampling.path_dependent and TokenHistory.of(self.sampling) is not None
-
     def part(self, cut: slice) -> ChoiceRows:
         """Some of its rows."""
         return replace(self, rows=self.rows[cut], positions=self.positions[cut], num_output=self.num_output[cut],
@@ -384,7 +379,7 @@ def adjusted_rows(logits: torch.Tensor, session: ChoiceRows, vocabulary: torch.T
     if not session.adjusted:
         return rows
     columns = Columns(rows.shape[1], vocabulary, rows.device)
-    if session.penalised:
+    if sampling.penalised:
         assert session.history is not None, "penalties need a TokenHistory"
         penalise(rows, columns, sampling, session.history, session.paths)
     if sampling.logit_bias:

@@ -88,8 +88,12 @@ class Sampling:
     @property
     def path_dependent(self) -> bool:
         """Whether the choice at a node depends on which tokens stand before it, beyond the logits."""
-        return (self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
-                or self.min_tokens > 0)
+        return self.penalised or self.min_tokens > 0
+
+    @property
+    def penalised(self) -> bool:
+        """Whether tokens that occurred before are made less likely, or more."""
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,7 +79,7 @@ class NativeRace:
             records.append(_record(session, len(session_of), vocabulary.num_ids or width, kept))
             positions.extend(session.positions)
             outputs.extend(session.num_output)
-            if session.penalised:
+            if session.sampling.penalised:
                 ends.extend([len(paths)] * (len(session_of) - len(ends)))  # rows before it have none
                 for path in session.paths:
                     paths.extend(path)
@@ -107,7 +107,7 @@ def _record(session: ChoiceRows, first: int, num_ids: int, kept: list[object]) -
     amounts = array("d")
     masks, mask_words = 0, 0
     if session.adjusted:
-        if session.penalised:
+        if session.sampling.penalised:
             assert session.history is not None, "penalties need a TokenHistory"
             seen, counts = array("q", session.history.counts.keys()), array("q", session.history.counts.values())
         biased = array("q", [token for token, _ in sampling.logit_bias])
