@@ -50,17 +50,16 @@ def rehearse(drafter: Drafter, nodes: int) -> None:
     code, graphs, buffers) exists before the first target waits for it."""
     size, spec = drafter.vocab_size or BYTES, drafter.features
 
-    def states(session: int, start: int, rows: int) -> Features | None:
-        if spec is None:
-            return None
-        return Features(session, start, bytes(rows * spec.width * FEATURE_DTYPES[spec.dtype]), rows, spec.dtype)
+    def absorb_zeros(session: int, start: int, rows: int) -> None:
+        if spec is not None:
+            states = bytes(rows * spec.width * FEATURE_DTYPES[spec.dtype])
+            drafter.absorb([Features(session, start, states, rows, spec.dtype)])
 
     for session, sampling in enumerate((Sampling(), Sampling(temperature=1.0)), 1):
         drafter.open([Open(session, np.arange(PROMPT + 1, dtype=np.int32) % size, PROMPT, sampling)])
-        prompt = states(session, 0, PROMPT)
-        if prompt is not None:
-            drafter.absorb([prompt])
+        absorb_zeros(session, 0, PROMPT)
         for base in range(PROMPT + 1, PROMPT + 1 + ROUNDS):
             drafter.grow([session], [nodes])
-            drafter.commit([Commit(session, base, np.zeros(1, np.int32), states(session, base - 1, 1))])
+            drafter.commit([Commit(session, base, np.zeros(1, np.int32))])
+            absorb_zeros(session, base - 1, 1)
         drafter.close([session])

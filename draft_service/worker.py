@@ -262,10 +262,8 @@ class Round:
     """The items of one pass over the inbox, sorted for the drafter, and the answers to send."""
 
     opens: list[Open] = field(default_factory=list)
-    features: list[Features] = field(default_factory=list)
-    commits: list[Commit] = field(default_factory=list)
-    committed: set[int] = field(default_factory=set)  # sessions of ``commits``
-    late_features: list[Features] = field(default_factory=list)  # those that arrived after a commit of their session
+    commits: list[Commit] = field(default_factory=list)  # without their states
+    features: list[Features] = field(default_factory=list)  # states of prompts and commits, in order of arrival
     closes: list[int] = field(default_factory=list)
     answers: dict[Peer, list[TargetBound]] = field(default_factory=partial(defaultdict, list))
     received: list[tuple[int, int, float]] = field(default_factory=list)  # commits: the target's session, base, time
@@ -279,19 +277,11 @@ class Round:
     def discard(self, number: int) -> None:
         """Remove the items of a session before the drafter gets them."""
         self.opens = [o for o in self.opens if o.session != number]
-        self.features = [f for f in self.features if f.session != number]
         self.commits = [c for c in self.commits if c.session != number]
-        self.committed.discard(number)
-        self.late_features = [f for f in self.late_features if f.session != number]
+        self.features = [f for f in self.features if f.session != number]
 
-
-def renumbered_commit(item: Commit, number: int) -> Commit:
-    """``item`` with our session ``number``. Written out: ``dataclasses.replace`` takes several times as long."""
-    states = item.features
-    if states is not None:
-        states = Features(number, states.start, states.rows, states.num_rows, states.dtype)
-    return Commit(number, item.base, item.tokens, states, item.wanted, item.ahead)
-
+    def add_features(self, number: int, states: Features) -> None:
+        self.features.append(Features(number, states.start, states.rows, states.num_rows, states.dtype))
 
 
 HAND_OVER_S = 50e-6
@@ -461,16 +451,12 @@ class DraftWorker:
                 round_.opens.append(replace(item, session=number))
                 session.apply_request(item, self._run_ahead)
             case DraftEvent.FEATURES, Features():
-                states = round_.late_features if number in round_.committed else round_.features
-                states.append(replace(item, session=number))
+                round_.add_features(number, item)
                 session.has_unread = session.wanted > 0  # read the prompt while the target computes the rest of it
             case DraftEvent.COMMIT, Commit():
-                commit = renumbered_commit(item, number)
-                if round_.late_features and commit.features is not None:  # keep the order: some may be of this session
-                    round_.late_features.append(commit.features)
-                    commit = Commit(number, commit.base, commit.tokens, None, commit.wanted, commit.ahead)
-                round_.commits.append(commit)
-                round_.committed.add(number)
+                round_.commits.append(Commit(number, item.base, item.tokens))
+                if item.features is not None:
+                    round_.add_features(number, item.features)
                 round_.received.append((item.session, item.base, now_s))
                 session.apply_request(item, self._run_ahead)
             case DraftEvent.GAP, Commit():
@@ -508,12 +494,10 @@ class DraftWorker:
                 self._drop(self._by_number[number], DraftEvent.CLOSE, "capacity", round_)
             for opened in round_.opens:
                 self._by_number[opened.session].tree = self._drafter.tree(opened.session)
-        if round_.features:
-            self._drafter.absorb(round_.features)
         if round_.commits:
             self._drafter.commit(round_.commits)
-        if round_.late_features:
-            self._drafter.absorb(round_.late_features)
+        if round_.features:  # last: states are kept only of tokens that are known
+            self._drafter.absorb(round_.features)
 
     def _grow(self, round_: Round) -> None:
         """Grow the sessions whose target waits for an answer (it may be empty) or that may grow ahead. Those that need

@@ -40,7 +40,8 @@ class Both:
     def commit(self, session: int, tokens: list[int]) -> None:
         features = self.states(session, self.bases[session] - 1, len(tokens))
         for drafter in self.drafters:
-            drafter.commit([Commit(session, self.bases[session], np.array(tokens, np.int32), features)])
+            drafter.commit([Commit(session, self.bases[session], np.array(tokens, np.int32))])
+            drafter.absorb([features])
         self.bases[session] += len(tokens)
 
     def grow(self, sessions: list[int], budgets: Sequence[int] = (), steps: int = 0) -> list[Growth]:

@@ -108,7 +108,8 @@ def test_trees_equal_the_head_written_out(tmp_path: Path, target: Path, layout: 
         assert max(map(len, wanted)) <= (BLOCK if from_anchor else BLOCK - 1)
         new = [*max(scored_paths(growth), key=len)[:turn], rng.randrange(VOCAB)]
         base = len(tokens)
-        of.commit([Commit(1, base, np.array(new, np.int32), message(1, base - 1, states[base - 1:][: len(new)]))])
+        of.commit([Commit(1, base, np.array(new, np.int32))])
+        of.absorb([message(1, base - 1, states[base - 1:][: len(new)])])
         tokens += new
     of.close([1])
     of.slots.check([])
@@ -280,7 +281,8 @@ def test_a_tree_grows_ahead_inside_its_block_and_begins_anew_below_a_commit(tmp_
         grown += len(more.ids)
     assert grown > 6
     new = [*max(scored_paths(first), key=len)[:2], 5]
-    of.commit([Commit(1, len(tokens), np.array(new, np.int32), message(1, 9, states[9:12]))])
+    of.commit([Commit(1, len(tokens), np.array(new, np.int32))])
+    of.absorb([message(1, 9, states[9:12])])
     ledger.commit(new)
     ledger.take(grow(of, 6), 6, VOCAB)
 
@@ -303,7 +305,8 @@ def test_a_token_whose_state_never_comes_is_not_there(tmp_path: Path, target: Pa
     for turn in range(2):
         children = partial(straight.children, tokens=tokens, states=states[: len(tokens) - 1], topk=3)
         assert_same(grow(of), best_paths(children, 3, 4, 12), turn)
-        of.commit([Commit(1, len(tokens), np.array([9], np.int32), message(1, end + 5, states[end + 5 : end + 6]))])
+        of.commit([Commit(1, len(tokens), np.array([9], np.int32))])
+        of.absorb([message(1, end + 5, states[end + 5 : end + 6])])
         tokens.append(9)
     of.close([1])
     of.slots.check([])

@@ -56,22 +56,21 @@ def drafted(drafter: Drafter) -> list[Growth]:
     """Of some sessions, behind prompts and commits."""
     dice, spec, found = np.random.default_rng(3), drafter.features, list[Growth]()
 
-    def states(session: int, start: int, count: int) -> Features | None:
-        if spec is None:
-            return None
-        rows = dice.standard_normal((count, spec.width))
-        return Features(session, start, rows.tobytes(), count, "float64")
+    def absorb_states(session: int, start: int, count: int) -> None:
+        if spec is not None:
+            rows = dice.standard_normal((count, spec.width))
+            drafter.absorb([Features(session, start, rows.tobytes(), count, "float64")])
 
     for session, sampling in enumerate(SAMPLINGS, start=1):
         tokens = dice.integers(VOCAB // 2, size=LENGTH).astype(np.int32)
         drafter.open([Open(session, tokens, LENGTH - 1, sampling)])
-        prompt = states(session, 0, LENGTH - 1)
-        drafter.absorb([] if prompt is None else [prompt])
+        absorb_states(session, 0, LENGTH - 1)
     ids = range(1, 1 + len(SAMPLINGS))
     for base in range(LENGTH, LENGTH + 2 * TURNS, 2):
         found += drafter.grow([*ids], [NODES] * len(ids))
-        drafter.commit([Commit(session, base, dice.integers(VOCAB // 2, size=2).astype(np.int32),
-                               states(session, base - 1, 2)) for session in ids])
+        drafter.commit([Commit(session, base, dice.integers(VOCAB // 2, size=2).astype(np.int32)) for session in ids])
+        for session in ids:
+            absorb_states(session, base - 1, 2)
         drafter.read([*ids])
     drafter.close([*ids])
     return found

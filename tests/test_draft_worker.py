@@ -164,27 +164,27 @@ def test_it_grows_for_each_commit_and_only_then() -> None:
 
 
 class Reader(NgramDrafter):
-    """Remembers what it is told of target states."""
+    """Remembers what it is told of target states: the session and the first byte."""
 
-    def commit(self, commits: Sequence[Commit]) -> None:
-        self.seen = [(c.session, c.features.session) for c in commits if c.features is not None]
-        super().commit(commits)
+    def absorb(self, features: Sequence[Features]) -> None:
+        self.seen = [(one.session, one.rows[0]) for one in features]
 
 
 def test_states_of_a_commit_belong_to_its_session() -> None:
     """Two targets both count their sessions from 7; the drafter knows each by a number of the worker's."""
     drafter = Reader(8)
     worker = DraftWorker(drafter, "hash", 30.0, clock=lambda: 100.0)
-    for peer in (Listener("a"), Listener("b")):
+    for content, peer in enumerate((Listener("a"), Listener("b")), 1):
         worker.received(peer, [opened(7)], ())
-        states = Features(7, len(TEXT) - 1, bytes(8), 1, "float64")
+        states = Features(7, len(TEXT) - 1, bytes([content] * 8), 1, "float64")
         worker.received(peer, [Commit(7, len(TEXT), np.array([3], np.int32), states)], ())
     worker.turn(block=False)
     assert drafter.seen == [(1, 1), (2, 2)]
 
 
-def test_states_that_come_behind_their_commit_are_told_behind_it() -> None:
-    """A drafter has no place for states of tokens that it does not know."""
+def test_states_come_behind_the_commits_of_their_round_and_in_order() -> None:
+    """A drafter has no place for states of tokens that it does not know, and passes over those that come late: those of
+    a second commit must not overtake the ones before them."""
     told = list[str]()
 
     class Listening(NgramDrafter):
@@ -195,38 +195,14 @@ def test_states_that_come_behind_their_commit_are_told_behind_it() -> None:
             told.extend(f"commit {one.base}" for one in commits)
             super().commit(commits)
 
-    worker = DraftWorker(Listening(8), "hash", 30.0, clock=lambda: 100.0)
-    before, behind = (Features(1, start, bytes(8), 1, "float64") for start in (0, 9))
-    worker.received(Listener(), [opened(), before, commit(10, 3), behind], ())
-    worker.turn(block=False)
-    assert told == ["states 0", "commit 10", "states 9"]
-
-
-def test_states_behind_a_commit_are_not_overtaken_by_those_of_the_next_one() -> None:
-    """A drafter takes states in order: those of the second commit made the ones before them late, and they were passed
-    over."""
-    told = list[str]()
-
-    class Listening(NgramDrafter):
-        def absorb(self, features: Sequence[Features]) -> None:
-            told.extend(f"states {one.session}: {one.start}" for one in features)
-
-        def commit(self, commits: Sequence[Commit]) -> None:
-            for one in commits:
-                told.append(f"commit {one.session}: {one.base}")
-                if one.features is not None:
-                    told.append(f"states {one.session}: {one.features.start}")
-            super().commit(commits)
-
     def states(start: int) -> Features:
         return Features(1, start, bytes(8), 1, "float64")
 
     worker = DraftWorker(Listening(8), "hash", 30.0, clock=lambda: 100.0)
-    tokens = np.array([4], np.int32)
-    worker.received(Listener(), [opened(), commit(10, 3), states(9), Commit(1, 11, tokens, states(10))], ())
+    second = Commit(1, 11, np.array([4], np.int32), states(10))
+    worker.received(Listener(), [opened(), states(0), commit(10, 3), states(9), second], ())
     worker.turn(block=False)
-    assert [said for said in told if said.startswith("states")] == ["states 1: 9", "states 1: 10"]
-    assert [said for said in told if said.startswith("commit")] == ["commit 1: 10", "commit 1: 11"]
+    assert told == ["commit 10", "commit 11", "states 0", "states 9", "states 10"]
 
 
 def test_what_is_grown_ahead_does_not_wait_for_a_text_that_is_read() -> None:

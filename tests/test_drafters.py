@@ -92,17 +92,18 @@ class Population:
         self.drafter.absorb([chunk for chunk in chunks if chunk is not None and self.rng.random() < 0.9])
 
     def commit(self) -> None:
-        commits = []
+        commits, states = [], []
         for session in self.chosen():
             ledger = self.ledgers[session]
             nodes = self.rng.randrange(len(ledger.tree))
             new = [*[ledger.tree.tokens[at] for at in ledger.tree.path(nodes)[1:]], self.rng.randrange(4)]
             base = len(ledger.tokens)
-            states = self.states(session, base - 1, len(new)) if self.rng.random() < 0.95 else None
-            commits.append(Commit(session, base, np.array(new, np.int32), states))
+            states.append(self.states(session, base - 1, len(new)) if self.rng.random() < 0.95 else None)
+            commits.append(Commit(session, base, np.array(new, np.int32)))
             ledger.commit(new)
         late = Commit(77, 5, np.array([1], np.int32))
         self.drafter.commit([*commits, late])
+        self.drafter.absorb([rows for rows in states if rows is not None])
 
     def grow(self) -> None:
         sessions = self.chosen()

@@ -121,7 +121,8 @@ def test_trees_follow_the_committed_states(head: EagleHead, topk: int, steps: in
         new = [*max(scored_paths(growth), key=len)[:turn], rng.randrange(VOCAB)]
         base = len(tokens)
         rows = message(1, base - 1, states[base - 1:base - 1 + len(new)])
-        of.commit([Commit(1, base, np.array(new, np.int32), rows)])
+        of.commit([Commit(1, base, np.array(new, np.int32))])
+        of.absorb([rows])
         tokens += new
     of.close([1])
     of.slots.check([])
@@ -185,7 +186,8 @@ def test_a_long_session_slides_over_its_oldest_rows(head: EagleHead) -> None:
         wanted = best_paths(partial(written.children, tokens=tokens, states=known, first=first), 1, steps, 2)
         assert_same(growth, wanted, turn)
         base = len(tokens)
-        of.commit([Commit(1, base, np.array([turn], np.int32), message(1, base - 1, states[base - 1:base]))])
+        of.commit([Commit(1, base, np.array([turn], np.int32))])
+        of.absorb([message(1, base - 1, states[base - 1:base])])
         tokens.append(turn)
 
 
@@ -197,7 +199,8 @@ def test_a_session_that_was_only_followed_grows_from_its_newest_states(head: Eag
     of.absorb([message(1, 0, states[:3])])
     for turn in range(60):
         base = len(tokens)
-        of.commit([Commit(1, base, np.array([turn], np.int32), message(1, base - 1, states[base - 1:base]))])
+        of.commit([Commit(1, base, np.array([turn], np.int32))])
+        of.absorb([message(1, base - 1, states[base - 1:base])])
         tokens.append(turn)
         if len(tokens) + steps - first > window:
             first = len(tokens) - window // 2

@@ -100,7 +100,8 @@ def test_trees_follow_the_committed_states(folder: Path, tiny_folder: Path, writ
         new = [*max(scored_paths(growth), key=len)[:turn], rng.randrange(VOCAB)]
         base = len(tokens)
         rows = message(base - 1, states[base - 1:base - 1 + len(new)])
-        of.commit([Commit(1, base, np.array(new, np.int32), rows)])
+        of.commit([Commit(1, base, np.array(new, np.int32))])
+        of.absorb([rows])
         ledger.commit(new)
         tokens += new
     of.close([1])
@@ -121,7 +122,8 @@ def test_a_long_session_slides_over_its_oldest_rows(head: EagleHead, written: Wr
         children = partial(written.children, tokens=tokens, states=states[first - 1:len(tokens) - 1], first=first)
         assert_same(growth, best_paths(children, 1, steps, 2), turn)
         base = len(tokens)
-        of.commit([Commit(1, base, np.array([turn], np.int32), message(base - 1, states[base - 1:base]))])
+        of.commit([Commit(1, base, np.array([turn], np.int32))])
+        of.absorb([message(base - 1, states[base - 1:base])])
         tokens.append(turn)
 
 

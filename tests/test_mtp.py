@@ -209,7 +209,8 @@ def test_trees_follow_the_committed_states(kind: str, topk: int, steps: int, nod
         assert_same(growth, best_paths(rank, topk, steps, nodes), turn)
         new, base = [*max(scored_paths(growth), key=len)[:turn], 90 + turn], len(tokens)
         rows = message(1, base - 1, states[base - 1:base - 1 + len(new)])
-        drafter.commit([Commit(1, base, np.array(new, np.int32), rows)])
+        drafter.commit([Commit(1, base, np.array(new, np.int32))])
+        drafter.absorb([rows])
         tokens += new
     drafter.close([1])
 

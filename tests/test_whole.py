@@ -215,7 +215,8 @@ def test_states_that_are_no_numbers_grow_nothing(head: EagleHead, others: int) -
     rows = torch.full((1, both.width), torch.nan, dtype=torch.bfloat16)
     features = Features(1, 11, rows.view(torch.uint8).numpy().tobytes(), 1, "bfloat16")
     for drafter in both.drafters:
-        drafter.commit([Commit(1, 12, np.array([3], np.int32), features)])
+        drafter.commit([Commit(1, 12, np.array([3], np.int32))])
+        drafter.absorb([features])
     growths = both.grow(list(range(1, others + 2)))
     assert [len(growth.tokens) for growth in growths] == [0, *[12] * others] and both.watched.calls == [1 + others]
     both.close()

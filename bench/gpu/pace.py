@@ -208,7 +208,8 @@ class Grower:
 
     def __call__(self) -> list[tuple[int, float]]:
         """Tokens and scores of a new tree."""
-        self.drafter.commit([Commit(1, self._base, np.array([5], np.int32), self._states(self._base - 1, 1))])
+        self.drafter.commit([Commit(1, self._base, np.array([5], np.int32))])
+        self.drafter.absorb([self._states(self._base - 1, 1)])
         self._base += 1
         (growth,) = self.drafter.grow([1], [NODES])
         return list(zip(growth.tokens.tolist(), np.round(growth.scores, 2).tolist(), strict=True))

@@ -62,11 +62,12 @@ class Drafter(Protocol):
         ...
 
     def absorb(self, features: Sequence[Features]) -> None:
-        """Take target states of the prompt, in chunks, in order. Only drafters with ``features`` get any."""
+        """Take target states of tokens that are committed, in order. Only drafters with ``features`` get any."""
         ...
 
     def commit(self, commits: Sequence[Commit]) -> None:
-        """Append committed tokens (and their features). The caller has checked that each base continues its session."""
+        """Append committed tokens; their states come with ``absorb``. The caller has checked that each base continues
+        its session."""
         ...
 
     def grow(self, ids: Sequence[int], budgets: Sequence[int], steps: int = 0) -> list[Growth]:

@@ -235,8 +235,7 @@ class NeuralDrafter:
         return refused
 
     def absorb(self, features: Sequence[Features]) -> None:
-        """Take target states of the prompt. States that do not fit the spec are ignored: their session grows
-        nothing."""
+        """Take target states. Those that do not fit the spec are ignored: their session grows nothing."""
         spec = self.features
         if spec is None:
             return
@@ -259,18 +258,14 @@ class NeuralDrafter:
             self._catch_up([context])
 
     def commit(self, commits: Sequence[Commit]) -> None:
-        """Append committed tokens and their states; the next tree begins at the new base."""
-        features, contexts = list[Features](), list[DraftContext]()
+        """Append committed tokens; the next tree begins at the new base."""
+        contexts = list[DraftContext]()
         for message in commits:
             context = self._contexts.get(message.session)
             if context is None:
                 continue
             self.slots.free(context.commit(self._embeddable(message.tokens)))
             contexts.append(context)
-            if message.features is not None:
-                features.append(message.features)
-        if features:
-            self.absorb(features)
         # Here too, so that a session that never grows holds no more than a window of states.
         self._slide(contexts)
 

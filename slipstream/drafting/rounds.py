@@ -116,6 +116,7 @@ class Rounds:
             verified_s = perf_counter()
             if self._drafter is not None:
                 self._drafter.commit(commits)
+                self._drafter.absorb([commit.features for commit in commits if commit.features is not None])
             # The drafter's own work on a commit counts as drafting.
             tally.draft_s.append(drafted_s - began_s + perf_counter() - verified_s)
             tally.verify_s.append(verified_s - drafted_s)
