@@ -12,8 +12,8 @@ Rules:
 5. Greedy and sampled sessions have separate graphs; sampled ones are ranked with noise but without filters
    (``is_narrow``). For a session that wants fewer levels all are computed, and only its own are returned.
 6. A graph has room for the pending rows that one round leaves; a forward before it computes older ones. Where no graph
-   can be replayed, only the root's children are grown. If capturing fails for a number of sessions, graphs for that
-   many and more are given up with a warning; those for fewer stay.
+   can be replayed, no level of a tree is known. If capturing fails for a number of sessions, graphs for that many and
+   more are given up with a warning; those for fewer stay.
 
 It knows nothing about sessions or the owners of slots. The way to capture a graph is passed in (see ``engine.graphs``).
 """
@@ -25,10 +25,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from slipstream.base.errors import first_line
-from slipstream.choosing.transfer import to_device
 from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.drafting.network import Output
 from slipstream.drafting.neural import PREFILL_ROWS
@@ -130,7 +128,7 @@ class GraphBackend:
                 group = [seeds[place] for place in places]
                 graph = self._graph(len(group), sampled)
                 orders.append(places)
-                parts.append((graph(group) if graph is not None else None) or self._grow_root_children(group, sampled))
+                parts.append((graph(group) if graph is not None else None) or self._unknown_trees(len(group)))
         if len(parts) == 1:
             return parts[0]
         tokens, scores, picks, known_levels = (np.concatenate(arrays) for arrays in zip(
@@ -163,25 +161,14 @@ class GraphBackend:
             compute()
         return remaining
 
-    @torch.inference_mode()
-    def _grow_root_children(self, seeds: Sequence[Seed], sampled: bool) -> Grown:
-        """Grow only the roots' children, without a graph."""
-        builder, network, shape = BatchBuilder(), self._network, self._shape
-        for seed in seeds:
-            count = len(seed.tokens)
-            builder.add(seed.tokens, range(seed.position, seed.position + count), seed.slots[:count].tolist(),
-                        seed.context, logits="last")
-        out = network.forward(builder.build(network.device, torch.cat([seed.states for seed in seeds])))
-        assert out.states is not None
-        if sampled:
-            keys = to_device(noise_keys(seeds, Shape(len(seeds), shape.topk, 0)), network.device)
-            best = network.drawn(out.logits, keys, shape.topk)
-        else:
-            best = network.children(out.logits, shape.topk)
-        rows, known_levels = 1 + shape.levels * shape.topk, np.ones(len(seeds), np.int64)
-        tokens, scores = (np.pad(part.cpu().numpy()[:, None], ((0, 0), (0, rows - 1), (0, 0))) for part in best)
-        picks = np.zeros((len(seeds), shape.levels, shape.topk), np.int64)
-        return Grown(tokens, scores, picks, F.pad(out.states[:, None], (0, 0, 0, rows - 1)), known_levels)
+    def _unknown_trees(self, count: int) -> Grown:
+        """``count`` trees without a known level: the drafter grows them level by level."""
+        (width, dtype), topk, levels = self._network.state_type, self._shape.topk, self._shape.levels
+        rows = 1 + levels * topk
+        return Grown(np.zeros((count, rows, topk), np.int64), np.zeros((count, rows, topk)),
+                     np.zeros((count, levels, topk), np.int64),
+                     torch.zeros(count, rows, width, dtype=dtype, device=self._network.device),
+                     np.zeros(count, np.int64))
 
     def _graph(self, count: int, sampled: bool) -> TreeGraph | None:
         shape = next((shape for shape in self._shapes if shape.sessions >= count), None)
