@@ -35,11 +35,7 @@ READY = b""
 
 
 class JobDied(Exception):
-    """A job ended without its result. ``on_device``: another try may find more."""
-
-    def __init__(self, reason: str, on_device: bool = True) -> None:
-        super().__init__(reason)
-        self.on_device = on_device
+    """A job ended without its result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +99,7 @@ def _received(receiver: Connection, limit_s: float) -> Iterator[Finding]:
             continue
         content = json.loads(message)
         if isinstance(content, str):
-            raise JobDied(content, "CUDA" in content)
+            raise JobDied(content)
         yield Finding(*content)
 
 
