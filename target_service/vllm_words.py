@@ -17,7 +17,6 @@ It imports no vLLM.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from slipstream.base.errors import InvalidRequest
-from slipstream.grammar.compiling import as_lark, json_options, rewrite_for_llguidance
+from slipstream.grammar.compiling import as_lark, choices_of, llguidance_schema
 from slipstream.protocol.grammar import Grammar
 from slipstream.protocol.requests import NEEDS, PromptScores, Request, TokenLogprob
 
@@ -126,20 +125,11 @@ def structured(grammar: Grammar) -> dict[str, Any]:
     """The arguments of vLLM's ``StructuredOutputsParams``. Raises InvalidRequest."""
     if grammar.kind == "regex":
         return {"regex": grammar.source}
-    if grammar.kind in ("lark", "ebnf"):  # it would tell them apart by how they look
-        return {"grammar": as_lark(grammar)}
-    try:
-        content = json.loads(grammar.source)
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest("grammar", "is not JSON") from error
     if grammar.kind == "choice":
-        return {"choice": content}
-    if not isinstance(content, dict):
-        raise InvalidRequest("grammar", "must be a JSON object")
-    rewrite_for_llguidance(content)
-    own = content.get("x-guidance")
-    ours = {name: value for name, value in json_options(grammar.source, content).items() if value is not None}
-    return {"json": {**content, "x-guidance": {**(own if isinstance(own, dict) else {}), **ours}}}
+        return {"choice": choices_of(grammar.source)}
+    if grammar.kind == "json_schema":
+        return {"json": llguidance_schema(grammar.source)}
+    return {"grammar": as_lark(grammar)}  # it would tell "lark" and "ebnf" apart by how they look
 
 
 def prompt(request: Request) -> dict[str, Any]:

@@ -122,24 +122,13 @@ def _llguidance_grammar(grammar: Grammar) -> str:
         return str(LLMatcher.grammar_from_regex(grammar.source))
     if grammar.kind in ("lark", "ebnf"):
         return str(LLMatcher.grammar_from_lark(as_lark(grammar)))
-    try:
-        content = json.loads(grammar.source)
-    except (ValueError, RecursionError) as error:
-        raise _not_json(error) from error
     if grammar.kind == "choice":
-        if not (isinstance(content, list) and content and all(isinstance(text, str) and text for text in content)):
-            raise InvalidRequest("grammar", "must be a list of texts")
-        return str(LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(map(json.dumps, content))}"))
-    if not isinstance(content, dict):
-        raise InvalidRequest("grammar", "must be a JSON object")
-    for part in _subschemas(content):
-        _check_bounds(part)
-        _check_constants([part.get("const"), part.get("enum")])
-    rewrite_for_llguidance(content)
-    options: Any = json_options(grammar.source, content)
+        choices = " | ".join(map(json.dumps, choices_of(grammar.source)))
+        return str(LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}"))
+    schema = llguidance_schema(grammar.source)
     try:
-        return str(LLMatcher.grammar_from_json_schema(json.dumps(content), overrides=options))
-    except (ValueError, RecursionError) as error:  # Python's reader takes NaN and halves of characters
+        return str(LLMatcher.grammar_from_json_schema(json.dumps(schema, allow_nan=False)))
+    except (ValueError, RecursionError) as error:  # Python's reader takes NaN
         raise _not_json(error) from error
 
 
@@ -156,15 +145,39 @@ def as_lark(grammar: Grammar) -> str:
         raise InvalidRequest("grammar", f"is no EBNF: {words[:MAX_MESSAGE]}") from error
 
 
-def json_options(source: str, schema: dict[str, Any]) -> dict[str, str | None]:
-    """llguidance's options for JSON of ``schema``. source: its text."""
-    plain = any(map(_is_open, _subschemas(schema))) and not CONTROL.search(source)
-    return {"whitespace_pattern": SPACE, "json_allowed_escapes": PLAIN_ESCAPES if plain else None}
+def choices_of(source: str) -> list[str]:
+    """The texts of a "choice". Raises InvalidRequest."""
+    texts = _parse(source)
+    if not (isinstance(texts, list) and texts and all(isinstance(text, str) and text for text in texts)):
+        raise InvalidRequest("grammar", "must be a list of texts")
+    return texts
 
 
-def rewrite_for_llguidance(schema: dict[str, Any]) -> None:
-    """Rewrite ``schema`` in place: keywords that llguidance does not know become ones of the same meaning, and
-    annotations that it refuses are removed."""
+def llguidance_schema(source: str) -> dict[str, Any]:
+    """A JSON schema as llguidance reads it: keywords that it does not know have become ones of the same meaning,
+    annotations that it refuses are removed, and ``x-guidance`` says how JSON is written. Raises InvalidRequest."""
+    schema = _parse(source)
+    if not isinstance(schema, dict):
+        raise InvalidRequest("grammar", "must be a JSON object")
+    for part in _subschemas(schema):
+        _check_bounds(part)
+        _check_constants([part.get("const"), part.get("enum")])
+    _rewrite(schema)
+    own = schema.get("x-guidance")
+    options = {**(own if isinstance(own, dict) else {}), "whitespace_pattern": SPACE}
+    if any(map(_is_open, _subschemas(schema))) and not CONTROL.search(source):
+        options["json_allowed_escapes"] = PLAIN_ESCAPES
+    return {**schema, "x-guidance": options}
+
+
+def _parse(source: str) -> Any:
+    try:
+        return json.loads(source)
+    except (ValueError, RecursionError) as error:
+        raise _not_json(error) from error
+
+
+def _rewrite(schema: dict[str, Any]) -> None:
     parts = [*_subschemas(schema)]
     alone = not any("$id" in part for part in parts[1:])  # else "#" there is no part of ``schema``
     for part in parts if alone else ():
