@@ -8,7 +8,7 @@ Rules:
 3. These numbers are computed on the host, once a forward and not once a layer, without a loop over rows.
 4. Torch's attention is the specification, and what runs on a CPU. The query heads of one KV head are folded into rows,
    so K and V are never repeated. Segments of similar size (same power of two of rows and of KV entries) share one
-   padded call; a segment alone is not padded, nor gathered if its slots are consecutive. Padding reads the segment's
+   padded call, which gathers no slots if they are consecutive. Padding reads the segment's
    own last slot, never that of another segment.
 5. A *fixed* attention is planned many times for one number of rows and segments. It always reads the same memory, so a
    captured graph can contain it. Its owner writes all of that memory before each ``replan``.
@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -159,20 +159,30 @@ class AttentionCall:
     size: tuple[int, int, int]  # b, q, n
     rows: slice | torch.Tensor  # b * q rows of the batch
     targets: slice | torch.Tensor  # result rows; padding rows write to an extra row after the last one
-    slots: slice | torch.Tensor  # b * n KV slots, or n that all segments read
+    slots: slice | torch.Tensor  # b * n KV slots
     mask: torch.Tensor | None  # [b, 1, q * Q/G, n] added to the scores; None: every row sees everything
+
+
+class Segment(NamedTuple):
+    number: int
+    first: int  # row of the batch
+    rows: int
+    entries: int  # of KV
 
 
 def plan_attention(pages: PagePlan, group: int, dtype: torch.dtype, device: torch.device) -> tuple[AttentionCall, ...]:
     """The calls that compute the attention of each layer of one forward. group: query heads of one KV head; dtype: that
     of the queries."""
-    planner = _CallPlanner(pages, group, dtype, device)
-    return tuple(planner.single(s[0]) if len(s) == 1 else planner.padded(s) for s in planner.groups())
+    rows = np.diff(pages.q_indptr).tolist()
+    entries = np.diff(pages.kv_indptr).tolist()
+    segments = [Segment(i, *each) for i, each in enumerate(zip(pages.q_indptr.tolist(), rows, entries, strict=False))]
+    most = PADDED_ENTRIES_CUDA if device.type == "cuda" else PADDED_ENTRIES
+    return tuple(_call_of(pages, alike, group, dtype, device) for alike in _groups(segments, most))
 
 
 def attend(q: torch.Tensor, kv: torch.Tensor, plan: tuple[AttentionCall, ...], scale: float) -> torch.Tensor:
     """q [T, Q, D], one layer's kv [S, 2, G, D] -> [T, Q * D]. The rows' own KV must be written already."""
-    if len(plan) == 1 and isinstance(plan[0].targets, slice):
+    if plan and plan[0].targets == slice(0, len(q)):
         return _run_call(_rows(q, plan[0].rows), kv, plan[0], scale)
     out = q.new_empty(q.shape[0] + 1, q.shape[1] * q.shape[2])
     for part in plan:
@@ -191,7 +201,7 @@ def _run_call(q: torch.Tensor, kv: torch.Tensor, part: AttentionCall, scale: flo
     # q [b * q, Q, D] -> [b * q, Q * D]
     b, rows, n = part.size
     heads, size, group = kv.shape[2], kv.shape[3], q.shape[1] // kv.shape[2]
-    entries = _rows(kv, part.slots).view(-1, n, 2, heads, size).expand(b, -1, -1, -1, -1)
+    entries = _rows(kv, part.slots).view(b, n, 2, heads, size)
     folded = q.reshape(b, rows, heads, group, size).transpose(1, 2).reshape(b, heads, rows * group, size)
     out = F.scaled_dot_product_attention(folded, entries[:, :, 0].transpose(1, 2), entries[:, :, 1].transpose(1, 2),
                                          attn_mask=part.mask, scale=scale)
@@ -205,76 +215,45 @@ def _rows(x: torch.Tensor, index: slice | torch.Tensor) -> torch.Tensor:
     return x[index] if isinstance(index, slice) else x.index_select(0, index)
 
 
-class _CallPlanner:
-    """The bookkeeping on the host while a plan is made."""
+def _groups(segments: Sequence[Segment], most: int) -> Iterator[list[Segment]]:
+    """Groups of segments that share one call (rule 4), each of about ``most`` KV entries at most."""
+    open_groups: dict[tuple[int, int], list[Segment]] = {}
+    for segment in segments:
+        kind = segment.rows.bit_length(), segment.entries.bit_length()
+        group = open_groups.setdefault(kind, [])
+        group.append(segment)
+        if len(group) << segment.entries.bit_length() >= most:
+            yield open_groups.pop(kind)
+    yield from open_groups.values()
 
-    __slots__ = ("device", "dtype", "group", "pages")
 
-    def __init__(self, pages: PagePlan, group: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.pages, self.group, self.dtype, self.device = pages, group, dtype, device
+def _call_of(pages: PagePlan, segments: Sequence[Segment], group: int, dtype: torch.dtype,
+             device: torch.device) -> AttentionCall:
+    """The call of some segments, each padded to the most rows and the most KV entries among them."""
+    b, q, n = len(segments), max([each.rows for each in segments]), max([each.entries for each in segments])
+    rows, targets = np.zeros((b, q), np.int64), np.full((b, q), pages.num_rows, np.int64)
+    slots, seen = np.zeros((b, n), np.int64), np.zeros((b, q, n), bool)
+    for i, (number, first, count, size) in enumerate(segments):
+        targets[i, :count] = rows[i, :count] = np.arange(first, first + count)
+        rows[i, count:] = first + count - 1
+        slots[i, :size] = pages.slots(number)
+        slots[i, size:] = slots[i, size - 1]
+        seen[i, :count, :size] = visible(pages, slice(first, first + count), size)
+        seen[i, count:] = seen[i, count - 1]  # a padding row repeats the last row: a row of -inf alone would give NaN
+    mask = None
+    if not seen.all():  # [b, q, n] -> [b, 1, q * group, n]: one row per folded query head
+        scores = torch.zeros(seen.shape, dtype=dtype).masked_fill_(torch.from_numpy(~seen), float("-inf"))
+        mask = scores.repeat_interleave(group, 1)[:, None].to(device, non_blocking=True)
+    return AttentionCall((b, q, n), _index(rows.ravel(), device), _index(targets.ravel(), device),
+                         _index(slots.ravel(), device), mask)
 
-    def q_len(self, segment: int) -> int:
-        return int(self.pages.q_indptr[segment + 1] - self.pages.q_indptr[segment])
 
-    def kv_len(self, segment: int) -> int:
-        return int(self.pages.kv_indptr[segment + 1] - self.pages.kv_indptr[segment])
-
-    def rows(self, segment: int) -> slice:
-        return slice(int(self.pages.q_indptr[segment]), int(self.pages.q_indptr[segment + 1]))
-
-    def groups(self) -> Iterator[list[int]]:
-        """Groups of segments that share one call (rule 4)."""
-        open_groups: dict[tuple[int, int], list[int]] = {}
-        most = PADDED_ENTRIES_CUDA if self.device.type == "cuda" else PADDED_ENTRIES
-        for segment in range(len(self.pages.q_indptr) - 1):
-            n = self.kv_len(segment).bit_length()
-            group = open_groups.setdefault((self.q_len(segment).bit_length(), n), [])
-            group.append(segment)
-            if len(group) << n >= most:
-                yield open_groups.pop((self.q_len(segment).bit_length(), n))
-        yield from open_groups.values()
-
-    def single(self, segment: int) -> AttentionCall:
-        """One segment, as it is."""
-        slots, rows = self.pages.slots(segment), self.rows(segment)
-        q, n = rows.stop - rows.start, len(slots)
-        run = int(slots[-1] - slots[0]) == n - 1 and bool((np.diff(slots) == 1).all())
-        seen = visible(self.pages, rows, n)
-        mask = None if seen.all() else self.additive(seen[None])
-        own_slots = slice(int(slots[0]), int(slots[0]) + n) if run else self.tensor(slots)
-        return AttentionCall((1, q, n), rows, rows, own_slots, mask)
-
-    def padded(self, segments: Sequence[int]) -> AttentionCall:
-        """Several segments, each padded to the most rows and the most KV entries among them."""
-        q, n = max(map(self.q_len, segments)), max(map(self.kv_len, segments))
-        count = self.pages.num_rows
-        rows = np.zeros((len(segments), q), np.int64)
-        targets = np.full((len(segments), q), count, np.int64)
-        slots = np.zeros((len(segments), n), np.int64)
-        seen = np.zeros((len(segments), q, n), bool)
-        for i, segment in enumerate(segments):
-            of, entries = self.rows(segment), self.kv_len(segment)
-            own = of.stop - of.start
-            targets[i, :own] = rows[i, :own] = np.arange(of.start, of.stop)
-            rows[i, own:] = of.stop - 1
-            slots[i, :entries] = self.pages.slots(segment)
-            slots[i, entries:] = slots[i, entries - 1]
-            seen[i, :own, :entries] = visible(self.pages, of, entries)
-            seen[i, own:] = seen[i, own - 1]  # a padding row repeats the last row: a row of -inf alone would give NaN
-        mask = None if seen.all() else self.additive(seen)
-        if np.array_equal(targets.ravel(), np.arange(count)):
-            whole = slice(0, count)
-            return AttentionCall((len(segments), q, n), whole, whole, self.tensor(slots.ravel()), mask)
-        return AttentionCall((len(segments), q, n), self.tensor(rows.ravel()), self.tensor(targets.ravel()),
-                             self.tensor(slots.ravel()), mask)
-
-    def additive(self, seen: NDArray[np.bool_]) -> torch.Tensor:
-        # [b, q, n] -> [b, 1, q * group, n]: one row per folded query head
-        mask = torch.zeros(seen.shape, dtype=self.dtype).masked_fill_(torch.from_numpy(~seen), float("-inf"))
-        return mask.repeat_interleave(self.group, 1)[:, None].to(self.device, non_blocking=True)
-
-    def tensor(self, values: NDArray[np.int64] | NDArray[np.int32]) -> torch.Tensor:
-        return to_device(values.astype(np.int64, copy=False), self.device)
+def _index(values: NDArray[np.int64], device: torch.device) -> slice | torch.Tensor:
+    """What selects these places: a slice, if they follow one another."""
+    first = int(values[0])
+    if np.array_equal(values, np.arange(first, first + len(values))):
+        return slice(first, first + len(values))
+    return to_device(values, device)
 
 
 Attend = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # q [T, Q, D], one layer's kv [S, 2, G, D] -> [T, Q * D]
