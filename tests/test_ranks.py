@@ -29,7 +29,15 @@ from slipstream.engine.batch import BatchBuilder, ForwardBatch
 from slipstream.engine.graphs import GraphedDecoder, Replay, Size, capture_eager
 from slipstream.engine.loading import load_model
 from slipstream.engine.model import load_tensors
-from slipstream.engine.orders import ForwardOrder, LogitsOrder, Pipe, Rendezvous, WarmOrder, decode_order, encode_order
+from slipstream.engine.orders import (
+    ForwardOrder,
+    LogitsOrder,
+    Rendezvous,
+    WarmOrder,
+    decode_order,
+    encode_order,
+    pipe_of,
+)
 from slipstream.engine.ranks import RankedModel, part_config, part_of, ranked_model, sharded_decoder
 from slipstream.engine.runner import ModelRunner
 from slipstream.observe.vitals import Vitals, wait_until_stopped
@@ -367,14 +375,14 @@ def test_orders_arrive_as_they_were_given() -> None:
 
 
 def test_messages_are_whole_and_the_end_of_a_pipe_is_an_error() -> None:
-    left, right = map(Pipe, socket.socketpair())
+    left, right = map(pipe_of, socket.socketpair())
     sent = [b"", b"x" * 3_000_000, b"last"]
-    sending = threading.Thread(target=lambda: [left.send(message) for message in sent])
+    sending = threading.Thread(target=lambda: [left.send_bytes(message) for message in sent])
     sending.start()
-    assert [right.receive() for _ in sent] == sent
+    assert [right.recv_bytes() for _ in sent] == sent
     sending.join()
     left.close()
-    with pytest.raises(ConnectionError):
-        right.receive()
+    with pytest.raises(EOFError):
+        right.recv_bytes()
     with pytest.raises(OSError):
-        right.send(b"x" * 3_000_000)
+        right.send_bytes(b"x" * 3_000_000)

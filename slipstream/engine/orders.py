@@ -1,7 +1,8 @@
 """Communication between the ranks of one model: orders from rank 0 over pipes, and tensors between their devices.
 
 Rules:
-1. An order is an array of int32: a kind, lengths, values. Of a batch its host arrays are sent, not its tensors.
+1. An order is a list of arrays of int64, the first of which begins with its kind. Of a batch its host arrays are sent,
+   not its tensors.
 2. Between orders a rank waits without limit; it ends when its pipe is closed. Rank 0 waits at most ``TIMEOUT_S`` for a
    rank to take an order.
 3. All ranks call the same collective operations of ``Group`` in the same order. If one rank does not join an operation,
@@ -15,9 +16,11 @@ It knows nothing about models.
 from __future__ import annotations
 
 import socket
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
@@ -29,41 +32,15 @@ from slipstream.engine.batch import ForwardBatch, HostRows
 
 TIMEOUT_S = 60.0
 HOST = "127.0.0.1"
-LENGTH_BYTES = 8
 FORWARD, LOGITS, WARM = range(3)
-Int32s = NDArray[np.int32]
 
 
-class Pipe:
-    """One end of a pair of connected sockets that carries whole messages."""
-
-    __slots__ = ("_socket",)
-
-    def __init__(self, end: socket.socket) -> None:
-        self._socket = end
-
-    def send(self, message: bytes) -> None:
-        """Raises OSError when the other end is gone, or takes nothing for too long."""
-        self._socket.settimeout(TIMEOUT_S)
-        self._socket.sendall(len(message).to_bytes(LENGTH_BYTES, "little") + message)
-
-    def receive(self) -> bytes:
-        """The next message, however long it takes. Raises OSError at the end of the pipe."""
-        self._socket.settimeout(None)
-        return self._bytes(int.from_bytes(self._bytes(LENGTH_BYTES), "little"))
-
-    def _bytes(self, count: int) -> bytes:
-        found = bytearray(count)
-        view = memoryview(found)
-        while len(view):
-            received = self._socket.recv_into(view)
-            if not received:
-                raise ConnectionResetError("the other end of the pipe is closed")
-            view = view[received:]
-        return bytes(found)
-
-    def close(self) -> None:
-        self._socket.close()
+def pipe_of(end: socket.socket) -> Connection[bytes, bytes]:
+    """One end of a pair of connected sockets, for whole messages of bytes. ``send_bytes`` raises OSError when the other
+    end is gone, or takes nothing for ``TIMEOUT_S``; ``recv_bytes`` waits without limit, and raises EOFError at the end
+    of the pipe."""
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(TIMEOUT_S), 0))
+    return Connection(end.detach())
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,45 +76,40 @@ def encode_order(order: Order) -> bytes:
     """The bytes of an order; ``decode_order`` is the inverse."""
     match order:
         case ForwardOrder(pool, num_slots, taps, batch):
-            parts = _arrays(batch)
-            lengths = [len(taps), *(len(part) for part in parts)]
-            return np.concatenate([_int32([FORWARD, pool, num_slots, *lengths, *taps]), *parts]).tobytes()
+            assert batch.features is None, "draft heads are not split"
+            host = batch.host
+            return _packed((FORWARD, pool, num_slots), taps, host.tokens, host.positions, host.slots, host.words,
+                           host.logit_rows, batch.flat_kv_slots, batch.q_indptr, batch.kv_indptr, batch.mask_lens)
         case LogitsOrder(rows):
-            return _int32([LOGITS, rows]).tobytes()
+            return _packed((LOGITS, rows))
         case WarmOrder(pool, num_slots, most_segments):
-            return _int32([WARM, pool, num_slots, most_segments]).tobytes()
+            return _packed((WARM, pool, num_slots, most_segments))
 
 
 def decode_order(message: bytes, device: torch.device) -> Order:
     """The order of a message; a batch's tensors are placed on ``device``."""
-    values = np.frombuffer(message, np.int32)
-    kind, *rest = values[:4].tolist()
+    numbers, *arrays = _unpacked(message)
+    kind, *fields = numbers.tolist()
     if kind == LOGITS:
-        return LogitsOrder(rest[0])
+        return LogitsOrder(*fields)
     if kind == WARM:
-        return WarmOrder(*rest)
-    lengths, at = values[3:13].tolist(), 13
-    arrays: list[NDArray[np.int64]] = []
-    for length in lengths:
-        arrays.append(values[at : at + length].astype(np.int64))
-        at += length
-    taps, tokens, positions, slots, words, logit_rows, kv_slots, q_indptr, kv_indptr, mask_lens = arrays
-    words64 = words.astype(np.int32).view(np.int64)
-    host = HostRows(tokens, positions, slots, words64, logit_rows, kv_slots)
-    batch = ForwardBatch(host, tuple(q_indptr.tolist()), tuple(kv_indptr.tolist()), tuple(mask_lens.tolist()), device)
-    return ForwardOrder(rest[0], rest[1], tuple(taps.tolist()), batch)
+        return WarmOrder(*fields)
+    (pool, num_slots), (taps, *rows, q_indptr, kv_indptr, mask_lens) = fields, arrays
+    batch = ForwardBatch(HostRows(*rows), tuple(q_indptr.tolist()), tuple(kv_indptr.tolist()),
+                         tuple(mask_lens.tolist()), device)
+    return ForwardOrder(pool, num_slots, tuple(taps.tolist()), batch)
 
 
-def _arrays(batch: ForwardBatch) -> list[Int32s]:
-    assert batch.features is None, "draft heads are not split"
-    host = batch.host
-    return [_int32(host.tokens), _int32(host.positions), _int32(host.slots), host.words.view(np.int32),
-            _int32(host.logit_rows), _int32(batch.flat_kv_slots), _int32(batch.q_indptr), _int32(batch.kv_indptr),
-            _int32(batch.mask_lens)]
+def _packed(*arrays: Sequence[int] | NDArray[np.int64]) -> bytes:
+    """Their number, the length of each, and the numbers of all."""
+    lengths = [len(arrays), *map(len, arrays)]
+    return np.concatenate([np.asarray(part, np.int64) for part in (lengths, *arrays)]).tobytes()
 
 
-def _int32(values: Sequence[int] | NDArray[np.int64]) -> Int32s:
-    return np.asarray(values).astype(np.int32)
+def _unpacked(message: bytes) -> list[NDArray[np.int64]]:
+    values = np.frombuffer(bytearray(message), np.int64)  # tensors share its memory, so it must not be read-only
+    lengths, numbers = np.split(values[1:], values[:1])
+    return np.split(numbers, lengths[:-1].cumsum())
 
 
 class Rendezvous:

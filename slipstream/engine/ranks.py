@@ -34,6 +34,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
@@ -68,11 +69,11 @@ from slipstream.engine.orders import (
     Group,
     LogitsOrder,
     Order,
-    Pipe,
     Rendezvous,
     WarmOrder,
     decode_order,
     encode_order,
+    pipe_of,
 )
 from slipstream.observe.log import configure, logger
 
@@ -209,7 +210,7 @@ class Ranks:
         self._exit_seen, self._ending = threading.Event(), threading.Event()
         self._on_lost: Callable[[RanksLost], None] | None = None
         self._lock = threading.Lock()
-        self._pipes: list[Pipe] = []
+        self._pipes: list[Connection[bytes, bytes]] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         rendezvous = Rendezvous(first.ranks)
         try:
@@ -227,9 +228,9 @@ class Ranks:
             process = subprocess.Popen([*main_command("slipstream.engine.ranks"), str(given.fileno())],
                                        pass_fds=(given.fileno(),), stdin=subprocess.DEVNULL, start_new_session=True)
         self._processes.append(process)
-        self._pipes.append(Pipe(own))
+        self._pipes.append(pipe_of(own))
         threading.Thread(target=self._watch, args=(part.rank, process), name=f"rank-{part.rank}", daemon=True).start()
-        self._pipes[-1].send(part.message())
+        self._pipes[-1].send_bytes(part.message())
 
     @property
     def pids(self) -> list[int]:
@@ -239,8 +240,8 @@ class Ranks:
         """Wait until each rank has sent that it is ready. Raises ModelError with a rank's error, RanksLost."""
         for pipe in self._pipes:
             try:
-                problem = pipe.receive()
-            except OSError as error:
+                problem = pipe.recv_bytes()
+            except (EOFError, OSError) as error:
                 raise self.loss_of(error) from error
             if problem:
                 raise ModelError(problem.decode())
@@ -252,7 +253,7 @@ class Ranks:
         message = encode_order(order)
         try:
             for pipe in self._pipes:
-                pipe.send(message)
+                pipe.send_bytes(message)
         except OSError as error:
             raise self.loss_of(error) from error
 
@@ -388,23 +389,23 @@ READY = b""
 def main() -> None:
     """The process of a rank other than 0: load its part, then carry out orders until the pipe ends."""
     configure(LogSection())
-    pipe = Pipe(socket.socket(fileno=int(sys.argv[1])))
+    pipe = pipe_of(socket.socket(fileno=int(sys.argv[1])))
     try:
-        part = RankPart.read(pipe.receive())
+        part = RankPart.read(pipe.recv_bytes())
         if part.section.threads:
             torch.set_num_threads(part.section.threads)
-        pipe.send(READY)
+        pipe.send_bytes(READY)
         group = Rendezvous(part.ranks, part.port).join(part.rank, part.ranks, part.torch_device)
         try:
             follower = Follower(load_part(part, group), group)
         except SlipstreamError as error:
-            pipe.send(str(error).encode())
+            pipe.send_bytes(str(error).encode())
             return
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # systemd sends it to all: rank 0 drains, and needs its ranks
-        pipe.send(READY)
+        pipe.send_bytes(READY)
         while True:
-            follower.execute(decode_order(pipe.receive(), part.torch_device))
-    except ConnectionError:
+            follower.execute(decode_order(pipe.recv_bytes(), part.torch_device))
+    except (EOFError, ConnectionError):
         return  # rank 0 has ended, or has closed the pipe
 
 
