@@ -132,7 +132,8 @@ def test_attention_over_pages_is_that_of_float64(device: torch.device, heads: in
             kv[batch.kv_slots] = torch.from_numpy(known).bfloat16()
             q = torch.from_numpy(rng.standard_normal((batch.num_rows, heads, head_dim), np.float32)).bfloat16()
             right = TorchAttention(config, torch.float64).plan(batch)(q.double(), kv.double())
-            there = ForwardBatch(batch.host, batch.q_indptr, batch.kv_indptr, batch.mask_lens, device)
+            there = ForwardBatch(batch.host, batch.q_indptr, batch.kv_indptr, batch.begins, batch.mask_lens,
+                                 device)
             found = attention.plan(there)(q.to(device), kv.to(device)).to("cpu", torch.float64)
             distance = (found - right).norm(dim=1) / right.norm(dim=1)
             worst = max(worst, float(distance.nan_to_num_(nan=torch.inf).max()))

@@ -235,8 +235,8 @@ def _plan(rows: Indices, entries: Indices, listed: Sequence[Indices], limits: In
     """rows, entries: rows and KV entries of each segment; limits: entries that each row sees."""
     q_indptr, kv_indptr = (np.concatenate((np.zeros(1, np.int64), np.cumsum(of))).astype(np.int32)
                            for of in (rows, entries))
-    return PagePlan(q_indptr, kv_indptr, np.concatenate(listed).astype(np.int32), np.zeros(len(limits), np.int32),
-                    limits.astype(np.int32), np.zeros(len(limits), np.int64))
+    return PagePlan(q_indptr, kv_indptr, kv_indptr[:-1], np.concatenate(listed).astype(np.int32),
+                    np.zeros(len(limits), np.int32), limits.astype(np.int32), np.zeros(len(limits), np.int64))
 
 
 class TreeGraph:

@@ -43,11 +43,11 @@ class PagePlan:
 
     q_indptr: NDArray[np.int32]  # [B + 1]
     kv_indptr: NDArray[np.int32]  # [B + 1]
+    begins: NDArray[np.int32] | NDArray[np.int64]  # [B] where each segment's slots begin in ``entries``
     entries: NDArray[np.int32] | NDArray[np.int64]  # KV slots: those of all segments, or a whole ``SlotTable``
     firsts: NDArray[np.int32]  # [T]
     limits: NDArray[np.int32]  # [T]
     words: NDArray[np.int64]  # [T]
-    begins: NDArray[np.int64] | None = None  # [B] where segments begin in the table; None: ``entries`` is no table
 
     @property
     def num_rows(self) -> int:
@@ -56,12 +56,10 @@ class PagePlan:
     @property
     def indices(self) -> NDArray[np.int32]:
         """int32 [kv_indptr[-1]], the slots of all segments, one segment after the other."""
-        found = self.entries if self.begins is None else joined_runs(self.entries, self.begins, self.kv_indptr)
-        return found.astype(np.int32, copy=False)
+        return joined_runs(self.entries, self.begins, self.kv_indptr).astype(np.int32, copy=False)
 
     def slots(self, segment: int) -> NDArray[np.int32] | NDArray[np.int64]:
-        begins = self.kv_indptr if self.begins is None else self.begins
-        begin, size = int(begins[segment]), int(self.kv_indptr[segment + 1] - self.kv_indptr[segment])
+        begin, size = int(self.begins[segment]), int(self.kv_indptr[segment + 1] - self.kv_indptr[segment])
         return self.entries[begin : begin + size]
 
 
@@ -110,9 +108,8 @@ def plan_pages(batch: ForwardBatch, window: int = 0) -> PagePlan:
     if window:  # a tree row's window counts its own path only, not the other nodes
         end = limits + np.bitwise_count(words.view(np.uint64)).astype(np.int64)
         firsts = np.clip(end - window, 0, limits).astype(np.int32)
-    begins = None if batch.kv_begins is None else np.array(batch.kv_begins)
-    return PagePlan(q_indptr.astype(np.int32), kv_indptr.astype(np.int32), batch.host.kv_slots, firsts,
-                    limits.astype(np.int32), words, begins)
+    return PagePlan(q_indptr.astype(np.int32), kv_indptr.astype(np.int32), np.array(batch.begins), batch.host.kv_slots,
+                    firsts, limits.astype(np.int32), words)
 
 
 def page_tensors(plan: PagePlan, device: torch.device) -> PageTensors:
@@ -192,9 +189,9 @@ def attend(q: torch.Tensor, kv: torch.Tensor, plan: tuple[AttentionCall, ...], s
 
 def attend_pages(q: torch.Tensor, kv: torch.Tensor, pages: PageTensors, scale: float) -> torch.Tensor:
     """``attend`` from the inputs of a paged kernel: the specification of such kernels. Slow: it plans at each call."""
-    plan = plan_attention(PagePlan(*(part.cpu().numpy() for part in pages)), q.shape[1] // kv.shape[2], q.dtype,
-                          q.device)
-    return attend(q, kv, plan, scale)
+    q_indptr, kv_indptr, *rest = (part.cpu().numpy() for part in pages)
+    plan = PagePlan(q_indptr, kv_indptr, kv_indptr[:-1], *rest)
+    return attend(q, kv, plan_attention(plan, q.shape[1] // kv.shape[2], q.dtype, q.device), scale)
 
 
 def _run_call(q: torch.Tensor, kv: torch.Tensor, part: AttentionCall, scale: float) -> torch.Tensor:

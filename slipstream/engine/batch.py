@@ -42,7 +42,7 @@ class HostRows:
     slots: NDArray[np.int64]  # [T]
     words: NDArray[np.int64]  # [T]
     logit_rows: NDArray[np.int64]  # [R]
-    kv_slots: NDArray[np.int64]  # of all segments, one after the other, or a whole table: see ``kv_begins``
+    kv_slots: NDArray[np.int64]  # of all segments, one after the other, or a whole table; see ``ForwardBatch.begins``
 
     def tensors(self, device: torch.device) -> Sequence[torch.Tensor]:
         """The fields DEVICE_FIELDS as tensors on ``device``, in that order. ``kv_slots`` stay on the host, where
@@ -63,11 +63,11 @@ class ForwardBatch:
     host: HostRows
     q_indptr: tuple[int, ...]  # [B + 1] rows of segment b: q_indptr[b] : q_indptr[b + 1]
     kv_indptr: tuple[int, ...]  # [B + 1] segment b has kv_indptr[b + 1] - kv_indptr[b] KV entries
+    begins: tuple[int, ...]  # [B] where they begin in ``host.kv_slots``
     mask_lens: tuple[int, ...]  # [B] 0: causal
     device: torch.device
     features: torch.Tensor | None = None  # [T, F] further input of draft heads
-    kv_begins: tuple[int, ...] | None = None  # [B] where segments begin in the table; None: ``kv_slots`` is no table
-    table: SlotTable | None = None  # whose entries ``kv_slots`` are
+    table: SlotTable | None = None  # whose entries ``kv_slots`` are; None: these are the segments' own
     _tensors: dict[str, torch.Tensor] = field(default_factory=dict, compare=False)
 
     @property
@@ -109,21 +109,13 @@ class ForwardBatch:
         return self.q_indptr[-1]
 
     @property
-    def begins(self) -> tuple[int, ...]:
-        """[B], where each segment's entries begin in ``host.kv_slots``."""
-        return self.kv_indptr[:-1] if self.kv_begins is None else self.kv_begins
-
-    @property
     def flat_kv_slots(self) -> NDArray[np.int64]:
         """int64 [kv_indptr[-1]], the slots of all segments, one segment after the other, on the host."""
-        if self.kv_begins is None:
-            return self.host.kv_slots
-        return joined_runs(self.host.kv_slots, np.array(self.kv_begins), np.array(self.kv_indptr))
+        return joined_runs(self.host.kv_slots, np.array(self.begins), np.array(self.kv_indptr))
 
     @property
     def kv_slots(self) -> torch.Tensor:
-        """``flat_kv_slots`` on the batch's device. On a CPU, without a table, it shares memory with
-        ``host.kv_slots``."""
+        """``flat_kv_slots`` on the batch's device."""
         return torch.from_numpy(self.flat_kv_slots).to(self.device)
 
 
@@ -145,7 +137,7 @@ class BatchBuilder:
     q_indptr: list[int] = field(default_factory=lambda: [0])
     kv_indptr: list[int] = field(default_factory=lambda: [0])
     kv_slots: list[NDArray[np.int64]] = field(default_factory=list)
-    kv_begins: list[int] = field(default_factory=list)
+    begins: list[int] = field(default_factory=list)
     mask_lens: list[int] = field(default_factory=list)
     words: list[int] = field(default_factory=list)
     logit_rows: list[int] = field(default_factory=list)
@@ -162,6 +154,7 @@ class BatchBuilder:
         logits: "all", "last" or "none" of the rows get logits.
         """
         assert self.table is None
+        self.begins.append(self.kv_indptr[-1])
         self.kv_slots.append(context)
         self.kv_slots.append(np.asarray(slots, np.int64))
         return self._add(tokens, positions, slots, len(context), words, mask_len, logits)
@@ -172,7 +165,7 @@ class BatchBuilder:
         behind them."""
         assert self.table is row.table or not self.kv_indptr[-1]
         self.table = row.table
-        self.kv_begins.append(row.number * row.table.width)
+        self.begins.append(row.begin)
         return self._add(tokens, positions, slots, length, words, mask_len, logits)
 
     def add_trees(self, trees: Sequence[tuple[DraftTree, Row, int]], slots: Sequence[int]) -> list[list[int]]:
@@ -200,7 +193,7 @@ class BatchBuilder:
                 self.mask_lens.append(0)
             assert count <= MAX_NODES and (self.table is row.table or not num_entries)
             self.table = row.table
-            self.kv_begins.append(row.begin)
+            self.begins.append(row.begin)
             first, num_entries = first + count, num_entries + length + count
             rows.append(first)
             entries.append(num_entries)
@@ -237,16 +230,15 @@ class BatchBuilder:
         tokens, positions, slots, words = whole[: 4 * rows].reshape(4, rows)
         entries = self._write_to_table(slots) if self.table is not None else np.concatenate(self.kv_slots)
         host = HostRows(tokens, positions, slots, words, whole[4 * rows :], entries)
-        return ForwardBatch(host, tuple(self.q_indptr), tuple(self.kv_indptr), tuple(self.mask_lens),
-                            torch.device(device), features, None if self.table is None else tuple(self.kv_begins),
-                            self.table)
+        return ForwardBatch(host, tuple(self.q_indptr), tuple(self.kv_indptr), tuple(self.begins),
+                            tuple(self.mask_lens), torch.device(device), features, self.table)
 
     def _write_to_table(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
         """The table's entries, after the rows' slots were written behind their contexts."""
         assert self.table is not None
         ends, rows = np.array(self.kv_indptr), np.array(self.q_indptr)
         counts = rows[1:] - rows[:-1]
-        self.table.write(np.array(self.kv_begins), ends[1:] - ends[:-1] - counts, counts, slots)
+        self.table.write(np.array(self.begins), ends[1:] - ends[:-1] - counts, counts, slots)
         return self.table.entries
 
 

@@ -97,13 +97,15 @@ def padded(batch: ForwardBatch, size: Size, spare: Sequence[int]) -> ForwardBatc
     nothing, depths = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
     depths[segments - 1 :] = np.arange(rows - segments + 1)
     ends = (*range(1, segments), rows)
-    begins = None if batch.kv_begins is None else (*batch.kv_begins, *range(segments))
+    entries, first = (np.concatenate((host.kv_slots, own)), len(host.kv_slots)) if batch.table is None else (
+        host.kv_slots, 0)
     host_rows = HostRows(np.concatenate((host.tokens, nothing)), np.concatenate((host.positions, depths)),
                          np.concatenate((host.slots, own)), np.concatenate((host.words, nothing)), host.logit_rows,
-                         np.concatenate((host.kv_slots, own)) if begins is None else host.kv_slots)
+                         entries)
     return ForwardBatch(host_rows, (*batch.q_indptr, *(batch.num_rows + end for end in ends)),
                         (*batch.kv_indptr, *(batch.kv_indptr[-1] + end for end in ends)),
-                        (*batch.mask_lens, *[0] * segments), CPU, kv_begins=begins, table=batch.table)
+                        (*batch.begins, *range(first, first + segments)), (*batch.mask_lens, *[0] * segments), CPU,
+                        table=batch.table)
 
 
 def static_rows(batch: ForwardBatch, plan: PagePlan) -> NDArray[np.int64]:

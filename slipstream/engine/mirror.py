@@ -35,7 +35,6 @@ class Mirror:
     def send(self, rows: Indices, plan: PagePlan, indices: torch.Tensor) -> torch.Tensor:
         """Send ``rows`` int64 [K] and the table's changes; returns ``rows`` on the device. The plan's slots are written
         to ``indices``, and the last of them into the rest of it. plan: of a batch over this table."""
-        assert plan.begins is not None
         if self.table.entries is not self._source:
             self._send_table()
         self._source = NO_ENTRIES  # until all is done
@@ -56,7 +55,6 @@ class Mirror:
         from there to their place in the table; the changed places of the table; their slots. From now on ``synced``
         counts these as sent."""
         table, begins = self.table, plan.begins
-        assert begins is not None
         lists = plan.kv_indptr.astype(np.int64)
         ends, lengths = lists[1:], lists[1:] - lists[:-1]
         own = np.count_nonzero(begins >= table.width)  # the rest are dummies, which never change

@@ -96,7 +96,7 @@ def decode_order(message: bytes, device: torch.device) -> Order:
         return WarmOrder(*fields)
     (pool, num_slots), (taps, *rows, q_indptr, kv_indptr, mask_lens) = fields, arrays
     batch = ForwardBatch(HostRows(*rows), tuple(q_indptr.tolist()), tuple(kv_indptr.tolist()),
-                         tuple(mask_lens.tolist()), device)
+                         tuple(kv_indptr[:-1].tolist()), tuple(mask_lens.tolist()), device)
     return ForwardOrder(pool, num_slots, tuple(taps.tolist()), batch)
 
 
