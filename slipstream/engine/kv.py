@@ -46,10 +46,8 @@ from slipstream.base.errors import CapacityError
 
 Indices = NDArray[np.int64]
 
-SCAN = 4096  # free flags that are searched at a time
+SCAN = 4096  # free flags that are searched for a free run
 FIRST_ROWS, FIRST_WIDTH = 8, 1024  # size of a new table
-# Up to so many slots (a tree's, not a prompt's) Python is faster than numpy, most of all with cold caches.
-FEW_SLOTS = 64
 RUN = 16  # consecutive slots that one answer fills; longer runs measured the same
 FREE_RUN = b"\x01" * RUN
 
@@ -57,13 +55,12 @@ FREE_RUN = b"\x01" * RUN
 class Slots:
     """The free list of a pool."""
 
-    __slots__ = ("_flags", "_free", "_lowest", "_num_free", "num_slots")
+    __slots__ = ("_flags", "_lowest", "_num_free", "num_slots")
 
     def __init__(self, num_slots: int) -> None:
         assert num_slots > 0
         self.num_slots = num_slots
-        self._flags = bytearray(b"\x01") * num_slots
-        self._free = np.frombuffer(self._flags, bool)  # the same memory
+        self._flags = bytearray(b"\x01") * num_slots  # 1: free
         self._num_free = num_slots
         self._lowest = 0  # no slot below it is free
 
@@ -76,12 +73,15 @@ class Slots:
         free."""
         if n > self._num_free:
             raise _out_of_slots(n, self)
-        if n <= 0:
-            return np.zeros(0, np.int64)
-        slots = self._alloc_few(n) if n <= FEW_SLOTS else self._alloc_many(n)
+        assert n >= 0
+        place, slots = self._lowest - 1, list[int]()
+        for _ in range(n):  # with cold caches faster than numpy up to some hundred slots
+            place = self._flags.find(1, place + 1)
+            self._flags[place] = 0
+            slots.append(place)
         self._num_free -= n
-        self._lowest = int(slots[-1]) + 1
-        return slots
+        self._lowest = place + 1
+        return np.array(slots, np.int64)
 
     def alloc_behind(self, wanted: Sequence[tuple[int, int]]) -> list[int]:
         """For each (count, slot) of ``wanted``, ``count`` free slots near ``slot``: the later ones of its run of RUN,
@@ -113,56 +113,24 @@ class Slots:
         self._lowest = self._flags.find(1, self._lowest)
         return self._lowest
 
-    def _alloc_few(self, n: int) -> Indices:
-        place, few = self._lowest - 1, list[int]()
-        for _ in range(n):
-            place = self._flags.find(1, place + 1)
-            self._flags[place] = 0
-            few.append(place)
-        return np.array(few, np.int64)
-
-    def _alloc_many(self, n: int) -> Indices:
-        found: list[Indices] = []
-        start, missing = self._lowest, n
-        while missing > 0:
-            window = np.flatnonzero(self._free[start : start + SCAN])[:missing] + start
-            found.append(window)
-            missing -= len(window)
-            start += SCAN
-        slots = found[0] if len(found) == 1 else np.concatenate(found)
-        self._free[slots] = False
-        return slots
-
     def free(self, slots: Indices | list[int]) -> None:
-        """Give slots back; each must be owned and occur once. Lists should be short: they are freed one by one."""
-        if len(slots) == 0:
-            return
-        if isinstance(slots, list) or len(slots) <= FEW_SLOTS:
-            self._free_few(slots if isinstance(slots, list) else slots.tolist())
-            return
-        owned = ~self._free[slots]
-        assert owned.all(), f"slots freed twice: {slots[~owned][:8].tolist()}"
-        assert len(set(slots.tolist())) == len(slots), "a slot is named twice"
-        self._free[slots] = True
-        self._num_free += len(slots)
-        self._lowest = min(self._lowest, int(slots.min()))
-
-    def _free_few(self, slots: list[int]) -> None:
-        for slot in slots:
+        """Give slots back; each must be owned and occur once."""
+        places: list[int] = slots if isinstance(slots, list) else slots.tolist()
+        for slot in places:
             assert not self._flags[slot], f"slot {slot} is free or named twice"
             self._flags[slot] = 1
-        self._num_free += len(slots)
-        self._lowest = min(self._lowest, *slots)
+        self._num_free += len(places)
+        self._lowest = min([self._lowest, *places])
 
     def check(self, owned: Iterable[Indices]) -> None:
         """Prove that every slot is free or in exactly one of the ``owned`` arrays, once. Raises AssertionError."""
-        holders = self._free.astype(np.int64)
+        holders = np.frombuffer(self._flags, np.uint8).astype(np.int64)
         for slots in owned:
             np.add.at(holders, slots, 1)
         wrong = np.flatnonzero(holders != 1)
         assert len(wrong) == 0, (f"{int((holders == 0).sum())} slots lost, {int((holders > 1).sum())} owned twice; "
                                  f"first: {wrong[:8].tolist()}")
-        assert self._num_free == int(self._free.sum()), "the count of free slots is wrong"
+        assert self._num_free == self._flags.count(1), "the count of free slots is wrong"
 
 
 def _out_of_slots(wanted: int, slots: Slots) -> CapacityError:
@@ -277,7 +245,7 @@ class RadixCache:
         return sum([len(node.slots) for node in _path(match.node) if node.locks == 1])
 
     def lock(self, match: Match, prefix: Match | None = None) -> None:
-        """Keep the matched prefix until ``unlock``; may be called more than once. behind: a locked match of a shorter
+        """Keep the matched prefix until ``unlock``; may be called more than once. prefix: a locked match of a shorter
         prefix; its lock becomes part of this one."""
         for node in _path(match.node, None if prefix is None else prefix.node):
             self._num_locked += len(node.slots) if node.locks == 0 else 0
@@ -292,7 +260,7 @@ class RadixCache:
     def insert(self, tokens: ArrayLike, slots: Indices, namespace: str = "", prefix: Match | None = None) -> Match:
         """Give ``slots`` (one for each token, KV written) to the cache. If it holds a token already, the given slot is
         freed, unless the cache has that very slot. The caller must lock the result before it uses any of its slots.
-        Returns the match of all ``tokens``. behind: a locked match of the tokens before ``tokens``, so that they are
+        Returns the match of all ``tokens``. prefix: a locked match of the tokens before ``tokens``, so that they are
         not searched again; the result's ``slots`` are then those of ``tokens`` only."""
         tokens = np.asarray(tokens, np.int64)
         assert len(tokens) == len(slots)

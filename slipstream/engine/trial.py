@@ -257,8 +257,8 @@ def _consistent(small: dict[str, Any], raw: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _kept_layers(raw: Mapping[str, Any], layers: int, layer_settings: Mapping[int, Any]) -> list[int]:
-    """The numbers of the layers that a copy keeps: the first of each kind, and more up to FEW_LAYERS. apart: settings
-    of single layers."""
+    """The numbers of the layers that a copy keeps: the first of each kind, and more up to FEW_LAYERS.
+    layer_settings: those of single layers."""
     lists = [value for value in raw.values() if _of_layers(value, layers)]
     named = [value for name, value in raw.items() if not _of_layers(value, layers) and _names_layers(name, value)]
     counts = [(name, value) for name, value in raw.items() if name in (*FIRST, *LAST) and isinstance(value, int)]
