@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedConfig
 
 from slipstream.base.config import DraftSection, GrowthSection, ModelSection
 from slipstream.base.errors import ModelError
@@ -21,6 +20,7 @@ from slipstream.drafting.heads.mtp import MtpNetwork
 from slipstream.drafting.heads.mtp_checkpoint import MtpHead, read_mtp
 from slipstream.drafting.loading import mtp_layers
 from slipstream.engine.batch import BatchBuilder
+from slipstream.engine.hf import HFLayers
 from slipstream.protocol.messages import Commit, Features, Growth, Open
 from slipstream.protocol.requests import Sampling
 from tests.growth_rules import best_paths, scored_paths
@@ -331,8 +331,7 @@ def test_a_tied_target_may_hold_its_embedding_as_the_head(kind: str, tmp_path: P
         read_mtp(untied, untied)
 
 
-def test_a_transformers_without_prediction_layers_is_named(folders: dict[str, Path],
-                                                           monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(PreTrainedConfig, "get_mtp_config")
-    with pytest.raises(ModelError, match=r"transformers \S+ cannot build prediction layers .* install transformers>="):
-        network(read_mtp(folders["glm4_moe"], folders["glm4_moe"]))
+def test_layers_that_transformers_cannot_build_are_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "nothing"}')
+    with pytest.raises(ModelError, match=rf"{tmp_path}: transformers cannot build it: "):
+        HFLayers(tmp_path, {}, ["model.layers.1"], torch.float32, torch.device("cpu"))

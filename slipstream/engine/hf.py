@@ -273,9 +273,6 @@ def _without_weights(folder: str | Path, num_layers: int) -> Any:
         auto: Any = AutoModel
         with torch.device("meta"):
             model = auto.from_config(config.get_mtp_config(), trust_remote_code=False)
-    except AttributeError as error:
-        raise ModelError(f"{folder}: transformers {transformers.__version__} cannot build prediction layers of this "
-                         f"model ({error}); install transformers>=5.23") from error
     except Exception as error:  # transformers has a class of its own for each field
         raise ModelError(f"{folder}: transformers cannot build it: {first_line(error)}") from error
     return model.eval().requires_grad_(False)
