@@ -8,6 +8,7 @@ import pytest
 
 from slipstream.protocol.messages import Growth
 from slipstream.protocol.tree import MAX_HELD, DraftTree
+from tests.trees import rerooted
 
 
 class GrowthLedger:
@@ -21,7 +22,7 @@ class GrowthLedger:
 
     def commit(self, tokens: list[int]) -> None:
         self.tokens.extend(tokens)
-        self.tree = self.tree.reroot(tokens)
+        self.tree = rerooted(self.tree, tokens)
         self.scores = {-len(self.tokens): 0.0}
 
     def take(self, growth: Growth, budget: int, vocab_size: int) -> None:

@@ -30,6 +30,7 @@ from slipstream.protocol.tree import DraftTree
 from tests.pair import target
 from tests.routing import CHAT, HELLO, routing
 from tests.tiny import EOS, VOCAB, tiny_tokenizer
+from tests.trees import child
 
 DEEP = {"$defs": {f"d{i}": {"items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(1200)}
         | {"d1200": {"type": "null"}}, "$ref": "#/$defs/d0"}
@@ -302,7 +303,7 @@ def drafted(dice: np.random.Generator, said: Said) -> DraftTree:
         parent, kind = int(dice.integers(len(tree))), dice.random()
         good = said.then([tree.tokens[at] for at in tree.path(parent)[1:]])
         token = int(dice.choice(good)) if good and kind < 0.7 else EOS if kind < 0.85 else int(dice.integers(VOCAB))
-        if tree.child(parent, token) is None:
+        if child(tree, parent, token) is None:
             tree = DraftTree(tree.base, [*tree.tokens, token], [*tree.parents, parent],
                              [*tree.ids, len(tree)], [*tree.scores, 0.0])
     return tree

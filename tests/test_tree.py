@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from slipstream.protocol.tree import MAX_HELD, MAX_NODES, DraftTree
-from tests.trees import random_tree
+from tests.trees import child, random_tree, rerooted
 
 
 def paths_of(tree: DraftTree) -> dict[tuple[int, ...], float]:
@@ -31,8 +31,8 @@ def test_rerooting_twice_equals_rerooting_once(seed: int) -> None:
     rng = np.random.default_rng(seed)
     tree = random_tree(rng, 40, vocab=3)
     tokens = [int(t) for t in rng.integers(3, size=4)]
-    once = tree.reroot(tokens)
-    twice = tree.reroot(tokens[:2]).reroot(tokens[2:])
+    once = rerooted(tree, tokens)
+    twice = rerooted(rerooted(tree, tokens[:2]), tokens[2:])
     assert paths_of(once).keys() == paths_of(twice).keys()
     assert once.base == twice.base == tree.base + 4
     assert once.ids[0] == -once.base
@@ -45,7 +45,7 @@ def test_reroot_keeps_exactly_what_continues_the_committed_tokens(seed: int) -> 
     tree = random_tree(rng, 30, vocab=3)
     node = int(rng.integers(len(tree)))
     tokens = [tree.tokens[n] for n in tree.path(node)[1:]] or [99]
-    kept = paths_of(tree.reroot(tokens))
+    kept = paths_of(rerooted(tree, tokens))
     expected = {path[len(tokens):] for path in paths_of(tree) if path[: len(tokens)] == tuple(tokens)} or {()}
     assert kept.keys() == expected, seed
 
@@ -55,12 +55,12 @@ def test_follow_goes_as_far_as_children_carry_the_tokens(seed: int) -> None:
     rng = np.random.default_rng(seed)
     tree = random_tree(rng, 30, vocab=3)
     tokens = [int(t) for t in rng.integers(3, size=6)]
-    nodes, node = [], tree.child(0, tokens[0])
+    nodes, node = [], child(tree, 0, tokens[0])
     for token in tokens[1:]:
         if node is None:
             break
         nodes.append(node)
-        node = tree.child(node, token)
+        node = child(tree, node, token)
     else:
         nodes += [] if node is None else [node]
     assert tree.find_path(tokens) == nodes, seed
@@ -69,7 +69,7 @@ def test_follow_goes_as_far_as_children_carry_the_tokens(seed: int) -> None:
 
 def test_reroot_outside_the_tree_is_plain_decoding() -> None:
     tree = DraftTree.root_only(3, 1).append([1, 2], [-3, 1], [5, 6], [-0.1, -0.2])
-    plain = tree.reroot([7])
+    plain = rerooted(tree, [7])
     assert len(plain) == 1 and plain.base == 4 and plain.tokens == [7] and plain.ids == [-4]
 
 

@@ -7,6 +7,17 @@ import numpy as np
 from slipstream.protocol.tree import DraftTree
 
 
+def child(tree: DraftTree, node: int, token: int) -> int | None:
+    """The child of ``node`` that carries ``token``."""
+    return next((below for below in range(len(tree)) if (tree.parents[below], tree.tokens[below]) == (node, token)),
+                None)
+
+
+def rerooted(tree: DraftTree, tokens: list[int]) -> DraftTree:
+    """The tree after ``tokens`` were committed."""
+    return tree.reroot(tree.find_path(tokens), tokens)
+
+
 def random_tree(rng: np.random.Generator, nodes: int, base: int = 7, vocab: int = 5) -> DraftTree:
     """A valid tree of at most ``nodes`` nodes over a small vocabulary, so that tokens repeat across branches."""
     tree = DraftTree.root_only(base, int(rng.integers(vocab)))

@@ -180,7 +180,7 @@ class TargetSide:
         nodes = tree.find_path(tokens)
         if followed:
             self._remember_committed(tokens, nodes)
-        self.tree = tree.reroot_at(nodes, tokens)
+        self.tree = tree.reroot(nodes, tokens)
         self.tokens.extend(tokens)
         self.base = base + len(tokens)
         self.answered = False

@@ -138,13 +138,6 @@ class DraftTree:
             nodes.append(max(children, key=scores.__getitem__))
         return nodes
 
-    def child(self, node: int, token: int) -> int | None:
-        """The child of ``node`` that carries ``token``, or None."""
-        for child in range(node + 1, len(self.tokens)):
-            if self.tokens[child] == token and self.parents[child] == node:
-                return child
-        return None
-
     def append(self, ids: Sequence[int], parents: Sequence[int], tokens: Sequence[int],
                scores: Sequence[float]) -> DraftTree:
         """This tree with further nodes, whose ``parents`` are ids. What does not fit is left out, never an error:
@@ -191,11 +184,10 @@ class DraftTree:
     def graft(self, tokens: Sequence[int], scores: Sequence[float], first_id: int) -> DraftTree:
         """This tree with a chain below its root. New nodes get ids from ``first_id`` on; nodes of the chain that are
         here already stay as they are."""
-        node, known = 0, 0
-        while known < len(tokens) and (child := self.child(node, tokens[known])) is not None:
-            node, known = child, known + 1
+        nodes = self.find_path(tokens)
+        known = len(nodes)
         ids = range(first_id, first_id + len(tokens) - known)
-        return self.append(ids, [self.ids[node], *ids][: len(ids)], tokens[known:], scores[known:])
+        return self.append(ids, [self.ids[nodes[-1] if nodes else 0], *ids][: len(ids)], tokens[known:], scores[known:])
 
     def select(self, keep: Sequence[int]) -> DraftTree:
         """The connected sub-tree of the nodes ``keep`` (ascending, the root first). Scores stay relative to the old
@@ -222,13 +214,9 @@ class DraftTree:
         order = sorted(range(len(scores)), key=lambda node: -scores[node])
         return self.select(sorted(order[: max(1, num_nodes)]))
 
-    def reroot(self, tokens: Sequence[int]) -> DraftTree:
+    def reroot(self, nodes: Sequence[int], tokens: Sequence[int]) -> DraftTree:
         """The tree after ``tokens`` were committed: the subtree below the last of them if this tree has that path, else
-        only the new root. Scores become relative to the new root."""
-        return self.reroot_at(self.find_path(tokens), tokens)
-
-    def reroot_at(self, nodes: Sequence[int], tokens: Sequence[int]) -> DraftTree:
-        """As ``reroot``; nodes: ``find_path`` of ``tokens``."""
+        only the new root. Scores become relative to the new root. nodes: ``find_path`` of ``tokens``."""
         base = self.base + len(tokens)
         if len(nodes) < len(tokens):
             return DraftTree.root_only(base, tokens[-1])
