@@ -2,7 +2,7 @@
 
 Rules:
 1. Every hello and every frame passes through the codec, so what works here works over the network, and nothing is
-   shared between the two sides but bytes.
+   shared between the two sides but bytes: those of a projection's weights as they are, without chunks.
 2. Items are delivered at once, on the thread that sends them: the events only put items into queues.
 3. ``restore`` connects the two sides, ``cut`` disconnects them; each connection is a new stream with a new incarnation.
 
@@ -16,19 +16,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from slipstream.base.errors import PairingError, RemoteProtocolError
-from slipstream.protocol.messages import DraftBound, DraftHello, Drop, LinkEvents, PeerEvents, TargetBound, TargetHello
+from slipstream.protocol.messages import DraftBound, Drop, LinkEvents, PeerEvents, TargetBound, TargetHello
 from slipstream.protocol.requests import REFUSED, DraftStatus
 from slipstream.wire.channel import RULES
 from slipstream.wire.codec import (
     FrameLimits,
-    ProjectionReader,
     decode_draft_frame,
     decode_draft_hello,
     decode_target_frame,
     decode_target_hello,
     encode_draft_frames,
     encode_draft_hello,
-    encode_projection,
     encode_target_frames,
     encode_target_hello,
 )
@@ -82,23 +80,13 @@ class LocalLink:
         try:
             draft = decode_draft_hello(encode_draft_hello(reply))
             problem = self._check(target, draft)
-            draft = self._with_projection(draft, reply)
         except RemoteProtocolError as error:
             self._problem = f"{REFUSED}{error}"
             self._peers.peer_down(peer)
             return
         self._drafter, self._problem = draft.drafter, problem
         self._peer, peer.limits = peer, FrameLimits.of(target, draft)
-        self._events.link_up(self, draft)
-
-    def _with_projection(self, draft: DraftHello, reply: DraftHello) -> DraftHello:
-        spec, source = draft.features, reply.features
-        if spec is None or spec.projection is None or source is None or source.projection is None:
-            return draft
-        reader = ProjectionReader(spec.projection)
-        for chunk in encode_projection(source.projection, self._max_bytes):
-            reader.add(chunk)
-        return replace(draft, features=replace(spec, projection=reader.finish()))
+        self._events.link_up(self, replace(draft, features=reply.features))
 
     def cut(self, reason: str = "cut") -> None:
         """Disconnect the two sides and notify both. Nothing happens while the link is down."""
