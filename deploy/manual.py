@@ -18,7 +18,7 @@ from slipstream.protocol.session import DRAFT_TABLE, LEASE_S, TARGET_TABLE
 from slipstream.protocol.tree import MAX_HELD, MAX_NODES
 from slipstream.wire.channel import RULES
 from slipstream.wire.codec import MAX_PROJECTION_BYTES, MAX_TAPS
-from slipstream.wire.link import FIRST_BACKOFF_S, HANDSHAKE_S, MAX_BATCHES, PROJECTION_S, REFUSED_RETRY_S
+from slipstream.wire.link import FIRST_BACKOFF_S, PROJECTION_S
 from slipstream.wire.servicer import MAX_PEERS
 
 FOLDERS = ("slipstream/base", "slipstream/protocol", "slipstream/decision", "slipstream/following", "slipstream/wire",
@@ -106,13 +106,14 @@ def _limits() -> Rows:
         ("number types of features", dtypes, "the item is invalid"),
         ("reasons of a Drop", ", ".join(DROP_REASONS), "others count as gap"),
         ("targets of one draft", str(MAX_PEERS), "the stream is refused; the target tries again"),
-        ("batches that wait to be sent", str(MAX_BATCHES), "the stream is reset; the next one opens sessions again"),
-        ("time for the handshake", f"{HANDSHAKE_S:g} s", "the stream ends; the target tries again"),
+        ("batches that wait to be sent", str(RULES.waiting_batches),
+         "the stream is reset; the next one opens sessions again"),
+        ("time for the handshake", f"{RULES.handshake_s:g} s", "the stream ends; the target tries again"),
         ("time for a projection", f"{PROJECTION_S:g} s", "the stream ends; the target tries again"),
         ("silence on a stream", f"{1.5 * RULES.keepalive_s:g} s", "the stream ends on both ends"),
         ("wait before a reconnect", f"random, below {FIRST_BACKOFF_S:g} s at first, later below "
          f"{RULES.backoff_max_s:g} s", ""),
-        ("wait after a refused handshake", f"{REFUSED_RETRY_S:g} s", ""),
+        ("wait after a refused handshake", f"{RULES.refused_retry_s:g} s", ""),
         ("silence about a session on the draft", f"{LEASE_S:g} s",
          "the session is freed with Drop(expired)"),
     )

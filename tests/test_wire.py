@@ -140,12 +140,12 @@ class Rig:
     task: asyncio.Task
 
     @staticmethod
-    async def start(echo: Echo | None = None, listen: str = LOOPBACK, rules: ConnectionRules = RULES, **options) -> Rig:
+    async def start(echo: Echo | None = None, listen: str = LOOPBACK, rules: ConnectionRules = RULES) -> Rig:
         echo, target = echo or Echo(), Target()
         servicer = DraftServicer(echo, rules=rules)
         server = GrpcServer(listen, WIRE, [servicer], rules=rules)
         port = await server.start()
-        link = DraftLink(f"127.0.0.1:{port}", HELLO, target, check_pair, rules=rules, **options)
+        link = DraftLink(f"127.0.0.1:{port}", HELLO, target, check_pair, rules=rules)
         return Rig(target, echo, servicer, server, link, asyncio.create_task(link.run()))
 
     async def up(self) -> Rig:
@@ -204,7 +204,7 @@ async def test_another_vocabulary_is_refused_by_name_and_the_draft_hears_of_it()
 
 async def test_a_draft_may_refuse_and_is_asked_again() -> None:
     echo = Echo(refusal=PairingError("hidden_size", "made for 128"))
-    rig = await Rig.start(echo, refused_retry_s=0.02)
+    rig = await Rig.start(echo, rules=replace(RULES, refused_retry_s=0.02))
     await eventually(lambda: rig.link.status().problem == "refused: hidden_size: made for 128")
     assert rig.link.status().given_up
     echo.refusal = None
@@ -217,7 +217,7 @@ async def test_a_target_that_is_refused_again_and_again_is_logged_once() -> None
     """It asks every ten seconds, for as long as an upgrade or a mistake lasts."""
     echo = Echo(refusal=PairingError("hidden_size", "made for 128"))
     with capture_logs() as lines:
-        rig = await Rig.start(echo, refused_retry_s=0.02)
+        rig = await Rig.start(echo, rules=replace(RULES, refused_retry_s=0.02))
         await eventually(lambda: echo.refused > 3)
         echo.refusal = PairingError("hidden_size", "made for 256")
         await eventually(lambda: echo.refused > 6)
@@ -344,7 +344,7 @@ async def test_a_draft_that_does_not_read_makes_the_outbox_overflow() -> None:
 
     server, port = await raw_draft(behave)
     target = Target()
-    link = DraftLink(f"127.0.0.1:{port}", HELLO, target, check_pair, rules=RULES, max_batches=8)
+    link = DraftLink(f"127.0.0.1:{port}", HELLO, target, check_pair, rules=replace(RULES, waiting_batches=8))
     task = asyncio.create_task(link.run())
     await eventually(lambda: link.status().connected)
     rows = bytes(1000 * HIDDEN * 4)
@@ -359,7 +359,7 @@ async def test_a_draft_that_does_not_read_makes_the_outbox_overflow() -> None:
 
 async def test_a_target_that_does_not_read_is_ended() -> None:
     echo = Echo()
-    servicer = DraftServicer(echo, max_batches=4)
+    servicer = DraftServicer(echo, rules=replace(RULES, waiting_batches=4))
     server = GrpcServer(LOOPBACK, WIRE, [servicer])
     port = await server.start()
     async with aio.insecure_channel(f"127.0.0.1:{port}") as channel:
@@ -376,7 +376,7 @@ async def test_a_target_that_does_not_read_is_ended() -> None:
 
 async def test_a_peer_that_says_nothing_is_refused_within_the_deadline() -> None:
     echo = Echo()
-    server = GrpcServer(LOOPBACK, WIRE, [DraftServicer(echo, handshake_s=0.05)])
+    server = GrpcServer(LOOPBACK, WIRE, [DraftServicer(echo, rules=replace(RULES, handshake_s=0.05))])
     port = await server.start()
     async with aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         call = channel.stream_stream("/slipstream.v1.DraftService/Exchange")()
@@ -450,11 +450,11 @@ async def test_one_host_does_not_take_all_places_of_a_draft() -> None:
 
 
 async def test_a_black_hole_is_noticed_on_both_sides() -> None:
-    rules = ConnectionRules(keepalive_s=0.4, backoff_max_s=0.2)
+    rules = ConnectionRules(keepalive_s=0.4, backoff_max_s=0.2, handshake_s=1.0)
     rig = await Rig.start(rules=rules)
     rig.task.cancel()
     hole = await BlackHole(rig.server.port).start()
-    rig.link = DraftLink(f"127.0.0.1:{hole.port_out}", HELLO, rig.target, check_pair, rules=rules, handshake_s=1.0)
+    rig.link = DraftLink(f"127.0.0.1:{hole.port_out}", HELLO, rig.target, check_pair, rules=rules)
     await eventually(lambda: rig.echo.down == rig.echo.up)
     rig.task = asyncio.create_task(rig.link.run())
     await rig.up()

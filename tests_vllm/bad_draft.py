@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from slipstream.protocol.messages import (
     Peer,
     TargetHello,
 )
+from slipstream.wire.channel import RULES
 from slipstream.wire.server import GrpcServer
 from slipstream.wire.servicer import DraftServicer
 
@@ -84,7 +86,8 @@ class BadDraft:
 
 
 async def serve(port: int, kind: str) -> None:
-    server = GrpcServer(f"127.0.0.1:{port}", WireSection(), [DraftServicer(BadDraft(kind), max_batches=1 << 30)])
+    servicer = DraftServicer(BadDraft(kind), rules=replace(RULES, waiting_batches=1 << 30))
+    server = GrpcServer(f"127.0.0.1:{port}", WireSection(), [servicer])
     await server.start()
     await asyncio.Event().wait()
 

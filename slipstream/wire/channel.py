@@ -53,7 +53,9 @@ class ConnectionRules:
     keepalive_s: float = 10.0  # between pings; a peer silent for 1.5 times as long is lost
     backoff_max_s: float = 2.0  # longest wait before a lost peer is dialled again
     connections: int = 1024  # of one server
-    handshake_s: float = 5.0
+    handshake_s: float = 5.0  # of a connection, and for the hellos of a draft stream
+    refused_retry_s: float = 10.0  # before a draft that does not fit is dialled again
+    waiting_batches: int = 1024  # of items that wait to go out on one draft stream
 
 
 RULES = ConnectionRules()

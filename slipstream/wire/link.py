@@ -78,7 +78,6 @@ Received = TypeVar("Received")
 
 READ_SHARE = 0.25  # of a thread's time, to read one peer: answers for 256 requests every 20 ms take that
 POLL_S = 0.005  # between two checks whether a peer may be read again
-MAX_BATCHES = 1024
 MAX_BYTES = 256 << 20
 EXPORT_S = 0.5
 
@@ -106,7 +105,7 @@ class Outbox(Generic[Item]):
     """The outgoing items of one stream; on a draft's side a ``messages.Peer``. Create it on the event loop that takes
     from it."""
 
-    def __init__(self, name: str = "", max_batches: int = MAX_BATCHES, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(self, name: str = "", max_batches: int = RULES.waiting_batches, max_bytes: int = MAX_BYTES) -> None:
         """name: of the other end. At most ``max_batches`` (items sent together) and ``max_bytes`` of feature rows may
         wait."""
         self.name = name
@@ -273,9 +272,7 @@ async def first_completed(*coroutines: Coroutine[Any, Any, None]) -> None:
         task.result()
 
 
-HANDSHAKE_S = 5.0
 FIRST_BACKOFF_S = 0.1
-REFUSED_RETRY_S = 10.0
 PROJECTION_S = 60.0  # for all weights of a projection: 512 MiB at less than 10 MiB/s
 
 Call = aio.StreamStreamCall[bytes, bytes]
@@ -287,8 +284,7 @@ class DraftLink:
     none), and raises PairingError when the draft does not fit."""
 
     def __init__(self, address: str, hello: TargetHello, events: LinkEvents, check: PairingCheck, *,
-                 tls: TlsFiles | None = None, rules: ConnectionRules = RULES, max_batches: int = MAX_BATCHES,
-                 handshake_s: float = HANDSHAKE_S, refused_retry_s: float = REFUSED_RETRY_S,
+                 tls: TlsFiles | None = None, rules: ConnectionRules = RULES,
                  counts: WireCounts | None = None) -> None:
         self.address = address
         self.counts = counts or WireCounts()
@@ -297,9 +293,6 @@ class DraftLink:
         self._rules = rules
         self._check = check
         self._tls = tls
-        self._max_batches = max_batches
-        self._handshake_s = handshake_s
-        self._refused_retry_s = refused_retry_s
         self._outbox: Outbox[DraftBound] | None = None
         self._exclusion = Exclusion()
         self._drafter = ""
@@ -329,7 +322,7 @@ class DraftLink:
                 await self._stream()
             except PairingError as error:
                 self._report("draft refused: it does not fit this target", error, REFUSED)
-                await asyncio.sleep(self._refused_retry_s)
+                await asyncio.sleep(self._rules.refused_retry_s)
                 continue
             except RemoteProtocolError as error:
                 await self._leave_alone(error)
@@ -368,12 +361,12 @@ class DraftLink:
         except aio.AioRpcError as error:
             raise from_grpc_error(error, self.address) from error
         except TimeoutError as error:
-            raise Unavailable(f"{self.address}: no handshake within {self._handshake_s:g} s") from error
+            raise Unavailable(f"{self.address}: no handshake within {self._rules.handshake_s:g} s") from error
         finally:
             await channel.close()
 
     async def _shake_hands(self, call: Call, target: TargetHello) -> DraftHello:
-        async with asyncio.timeout(self._handshake_s):
+        async with asyncio.timeout(self._rules.handshake_s):
             # A refusal may overtake the hello; the read below then tells why.
             with contextlib.suppress(asyncio.InvalidStateError):
                 await call.write(encode_target_hello(target))
@@ -404,7 +397,7 @@ class DraftLink:
         return replace(draft, features=replace(spec, projection=reader.finish()))
 
     async def _pump(self, call: Call, target: TargetHello, draft: DraftHello) -> None:
-        outbox: Outbox[DraftBound] = Outbox(self.address, self._max_batches)
+        outbox: Outbox[DraftBound] = Outbox(self.address, self._rules.waiting_batches)
         pumps = Pumps(encode_target_frames, decode_draft_frame, target.incarnation, FrameLimits.of(target, draft),
                       self._rules.message_bytes, self.counts, outbox, partial(self._events.received, self),
                       self._give_up, partial(self._events.inbox_full, self), Allowance())

@@ -59,7 +59,6 @@ class LocalLink:
         self._hello = hello
         self._events = events
         self._peers = peers
-        self._max_bytes = RULES.message_bytes
         self._check = check
         self._peer: LocalPeer | None = None
         self._drafter = ""
@@ -103,7 +102,7 @@ class LocalLink:
         peer = self._peer
         if peer is None or not items:
             return
-        frames, oversized = encode_target_frames(peer.incarnation, items, self._max_bytes)
+        frames, oversized = encode_target_frames(peer.incarnation, items, RULES.message_bytes)
         for frame in frames:
             self.counts.bytes_out += len(frame)
             items, faults = decode_target_frame(frame, peer.incarnation, peer.limits)
@@ -118,7 +117,7 @@ class LocalLink:
         """Deliver what the draft sends; dropped when ``peer`` belongs to an earlier stream."""
         if peer is not self._peer:
             return
-        for frame in encode_draft_frames(peer.incarnation, items, self._max_bytes)[0]:
+        for frame in encode_draft_frames(peer.incarnation, items, RULES.message_bytes)[0]:
             self.counts.bytes_in += len(frame)
             items, faults = decode_draft_frame(frame, peer.incarnation, peer.limits)
             self._events.received(self, items, faults)

@@ -33,7 +33,7 @@ from slipstream.wire.codec import (
     encode_draft_hello,
     encode_projection,
 )
-from slipstream.wire.link import HANDSHAKE_S, MAX_BATCHES, Outbox, Pumps, WireCounts
+from slipstream.wire.link import Outbox, Pumps, WireCounts
 from slipstream.wire.status import Context, abort
 
 MAX_PEERS = 64
@@ -46,16 +46,13 @@ class DraftServicer:
 
     service = DRAFT_SERVICE
 
-    def __init__(self, events: PeerEvents, *, rules: ConnectionRules = RULES,
-                 max_peers: int = MAX_PEERS, max_batches: int = MAX_BATCHES, handshake_s: float = HANDSHAKE_S,
+    def __init__(self, events: PeerEvents, *, rules: ConnectionRules = RULES, max_peers: int = MAX_PEERS,
                  on_connected: Callable[[int], None] = lambda num_targets: None) -> None:
         """``on_connected`` gets the number of connected targets whenever it changes."""
         self.counts = WireCounts()
         self._events = events
-        self._max_bytes = rules.message_bytes
+        self._rules = rules
         self._max_peers = max_peers
-        self._max_batches = max_batches
-        self._handshake_s = handshake_s
         self._hosts: dict[asyncio.Timeout, str] = {}  # host of each stream (by its deadline), the oldest stream first
         self._num_connected = 0
         self._on_connected = on_connected
@@ -80,7 +77,7 @@ class DraftServicer:
                 finally:
                     self._hosts.pop(deadline, None)
         except TimeoutError:
-            no_hello = RemoteProtocolError("hello", f"none within {self._handshake_s:g} s")
+            no_hello = RemoteProtocolError("hello", f"none within {self._rules.handshake_s:g} s")
             await abort(context, CapacityError("another host has this place now") if deadline.expired() else no_hello)
         except SlipstreamError as error:
             log = self._log.warning if self._is_new_problem(host_of(context), str(error)) else self._log.debug
@@ -96,12 +93,12 @@ class DraftServicer:
         if (remaining_s := until_s - asyncio.get_running_loop().time()) > 0.0:
             raise CapacityError("a stream from there broke the protocol", retry_after_s=remaining_s)
         self._admit(deadline, host_of(context))
-        async with asyncio.timeout(self._handshake_s):
+        async with asyncio.timeout(self._rules.handshake_s):
             first = await context.read()
         if not isinstance(first, bytes):
             return
         target = decode_target_hello(first)
-        peer: Outbox[TargetBound] = Outbox(context.peer(), self._max_batches)
+        peer: Outbox[TargetBound] = Outbox(context.peer(), self._rules.waiting_batches)
         hello = replace(self._events.peer_up(peer, target), incarnation=target.incarnation)
         self._count_connected(1)
         try:
@@ -109,10 +106,10 @@ class DraftServicer:
             self._log.info("target connected", target=peer.name, model=target.model_id)
             self._last_problems.pop(host_of(context), None)
             pumps = Pumps(encode_draft_frames, decode_target_frame, hello.incarnation, FrameLimits.of(target, hello),
-                          self._max_bytes, self.counts, peer, partial(self._events.received, peer),
+                          self._rules.message_bytes, self.counts, peer, partial(self._events.received, peer),
                           is_full=partial(self._events.inbox_full, peer))
             projection = hello.features.projection if hello.features is not None else None
-            weights = encode_projection(projection, self._max_bytes) if projection is not None else ()
+            weights = encode_projection(projection, self._rules.message_bytes) if projection is not None else ()
             await pumps.run(context, self._wait_drained(), preamble=weights)
         finally:
             peer.close()
