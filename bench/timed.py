@@ -27,7 +27,6 @@ from slipstream.cli.process import until_signalled
 from slipstream.observe.log import configure
 from slipstream.observe.trace import Trace
 from slipstream.observe.vitals import background_tasks
-from slipstream.protocol.pairing import check_pair
 from slipstream.protocol.requests import Piece, Request, Sampling
 from slipstream.protocol.session import LEASE_S
 from slipstream.simulate.timed import STREAMS, SYMBOLS, Device, TimedDrafter, TimedModel, Timing
@@ -155,7 +154,7 @@ async def serve_target(config: Config, timing: Timing, stop: asyncio.Event, read
         return
     drafter_worker = draft(config, timing, device)
     drafter_worker.start()
-    link = LocalLink("local", target.hello, target.worker.following, drafter_worker, check_pair)
+    link = LocalLink("local", target.hello, target.worker.following, drafter_worker)
 
     def on_ready() -> None:
         target.service.drafts = lambda: [link.status()]

@@ -17,7 +17,6 @@ from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.scrape import MetricsServer
 from slipstream.observe.vitals import Vitals, background_tasks, wait_until_stopped
-from slipstream.protocol.pairing import check_pair
 from slipstream.wire.drafts import Drafts
 from slipstream.wire.link import DraftLink, WireCounts, export_bytes
 from slipstream.wire.server import GrpcServer, bind_guard
@@ -50,7 +49,7 @@ async def host(config: Config, target: Target, stop: asyncio.Event, ready: Calla
     tls, counts = tls_files(config.wire.tls), WireCounts()
 
     def connect(address: str, name: str) -> DraftLink:
-        return DraftLink(address, target.hello, target.worker.following, check_pair, tls=with_server_name(tls, name),
+        return DraftLink(address, target.hello, target.worker.following, tls=with_server_name(tls, name),
                          counts=counts)
 
     drafts = Drafts(connect, target.worker.following)

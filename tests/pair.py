@@ -36,7 +36,6 @@ from slipstream.protocol.messages import (
     TargetBound,
     TargetHello,
 )
-from slipstream.protocol.pairing import check_pair
 from slipstream.protocol.requests import Piece, Request, ServedModel
 from slipstream.wire.link import DraftLink
 from slipstream.wire.local import LocalLink
@@ -180,7 +179,7 @@ async def local_link(rig: Rig, peers: PeerEvents, events: LinkEvents | None = No
 @contextmanager
 def local_link_to(hello: TargetHello, events: LinkEvents, peers: PeerEvents) -> Iterator[LocalLink]:
     """The same for a target that is not a rig."""
-    link = LocalLink("local", hello, events, peers, check_pair)
+    link = LocalLink("local", hello, events, peers)
     link.restore()
     try:
         yield link
@@ -193,7 +192,7 @@ async def grpc_link(rig: Rig, peers: PeerEvents) -> AsyncIterator[DraftLink]:
     """Join them over loopback gRPC."""
     server = GrpcServer("127.0.0.1:0", WIRE, [DraftServicer(peers)])
     port = await server.start()
-    link = DraftLink(f"127.0.0.1:{port}", rig.hello, rig.worker.following, check_pair)
+    link = DraftLink(f"127.0.0.1:{port}", rig.hello, rig.worker.following)
     running = asyncio.create_task(link.run())
     await eventually(lambda: link.status().connected)
     try:

@@ -17,7 +17,6 @@ from slipstream.base.config import Config, load
 from slipstream.decision.beliefs import SHARE
 from slipstream.decision.decide import Rules
 from slipstream.protocol.messages import PROTOCOL_VERSION, DraftBound, DraftHello
-from slipstream.protocol.pairing import check_pair
 from slipstream.protocol.requests import Piece, Request, Sampling
 from slipstream.simulate.simulation import Accelerator, Deployment, World
 from slipstream.simulate.simulation import Target as Simulated
@@ -153,7 +152,7 @@ async def test_an_address_that_takes_connections_and_says_nothing_costs_nothing(
     server = await asyncio.start_server(swallow, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     async with timed_target() as target:
-        link = DraftLink(f"127.0.0.1:{port}", target.hello, target.worker.following, check_pair)
+        link = DraftLink(f"127.0.0.1:{port}", target.hello, target.worker.following)
         dialling = asyncio.create_task(link.run())
         for stream in range(2):
             assert not any(piece.wait_s for piece in await answer(target, stream))

@@ -39,7 +39,6 @@ from slipstream.grammar.trial import Trial
 from slipstream.observe.metrics import RouterMetrics
 from slipstream.protocol.grammar import Grammar
 from slipstream.protocol.messages import Drop, Open
-from slipstream.protocol.pairing import check_pair
 from slipstream.protocol.requests import Request, Sampling
 from slipstream.wire.link import DraftLink
 from target_service.__main__ import host as host_target
@@ -119,7 +118,7 @@ async def test_a_draft_says_goodbye(tiny_folder: Path) -> None:
     serving = asyncio.create_task(host(config, build(config), stop, ready.set))
     await ready.wait()
     told = Target()
-    link = DraftLink(f"127.0.0.1:{port}", HELLO, told, check_pair, rules=RULES)
+    link = DraftLink(f"127.0.0.1:{port}", HELLO, told, rules=RULES)
     linking = asyncio.create_task(link.run())
     await eventually(lambda: link.status().connected)
     link.send([Open(1, np.array([5, 6, 7, 5, 6], np.int32), 5, Sampling(), 4)])

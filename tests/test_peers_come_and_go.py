@@ -19,7 +19,6 @@ from slipstream.decision.beliefs import StepCosts
 from slipstream.following.following import Following
 from slipstream.observe.metrics import RouterMetrics, TargetMetrics
 from slipstream.protocol.messages import PROTOCOL_VERSION, DraftBound, DraftHello, Drop, Link
-from slipstream.protocol.pairing import check_pair
 from slipstream.protocol.requests import LEFT_ALONE, REFUSED, DraftStatus, Request, Sampling
 from slipstream.wire.channel import ConnectionRules
 from slipstream.wire.discovery import RosterRules, WatchRules, watch_services
@@ -315,7 +314,7 @@ async def test_links_follow_the_drafts(tmp_path: Path) -> None:
     pods, echo = Pods(api), Echo()
 
     def connect(address: str, name: str) -> DraftLink:
-        return DraftLink(address, HELLO, told, check_pair, rules=RULES)
+        return DraftLink(address, HELLO, told, rules=RULES)
 
     clock = Clock()
     drafts = Drafts(connect, told, clock, ROSTER)

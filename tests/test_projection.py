@@ -257,7 +257,7 @@ def test_weights_travel_below_the_message_limit(limit: int, whole: Projection) -
 async def test_a_link_keeps_no_weights() -> None:
     """Of each draft it would be a hundred megabytes and more, as long as the stream lasts."""
     heard, server = Target(), GrpcServer("127.0.0.1:0", WIRE, [DraftServicer(Echo(DRAFT))])
-    link = DraftLink(f"127.0.0.1:{await server.start()}", HELLO, heard, check_pair)
+    link = DraftLink(f"127.0.0.1:{await server.start()}", HELLO, heard)
     running = asyncio.create_task(link.run())
     await eventually(lambda: len(heard.ups) > 0)
     spec = heard.ups.pop().features
@@ -350,7 +350,7 @@ async def hostile_draft(rig: Rig, messages: Sequence[bytes], ends: bool) -> tupl
         "slipstream.v1.DraftService", {"Exchange": grpc.stream_stream_rpc_method_handler(exchange)})])
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    return server, DraftLink(f"127.0.0.1:{port}", rig.hello, rig.worker.following, check_pair)
+    return server, DraftLink(f"127.0.0.1:{port}", rig.hello, rig.worker.following)
 
 
 @pytest.mark.parametrize(("messages", "ends", "problem"), [

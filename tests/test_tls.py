@@ -19,7 +19,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from slipstream.base.config import TlsSection, WireSection
 from slipstream.base.errors import ConfigError, InvalidRequest, Unavailable
 from slipstream.client import Client
-from slipstream.protocol.pairing import check_pair
 from slipstream.protocol.requests import Request, Sampling
 from slipstream.wire.channel import ConnectionRules, open_channel
 from slipstream.wire.client import parse_address
@@ -122,8 +121,8 @@ async def test_a_draft_lets_in_targets_alone(tmp_path: Path) -> None:
     files = replace(issue(ca, "draft"), allowed_names=("target.ns.svc",))
     server = GrpcServer(LOOPBACK, WIRE, [DraftServicer(echo)], tls=files)
     address = f"127.0.0.1:{await server.start()}"
-    strange = DraftLink(address, HELLO, Target(), check_pair, rules=RULES, tls=issue(ca, "router"))
-    link = DraftLink(address, HELLO, target, check_pair, rules=RULES, tls=issue(ca, "target", "DNS:target.ns.svc"))
+    strange = DraftLink(address, HELLO, Target(), rules=RULES, tls=issue(ca, "router"))
+    link = DraftLink(address, HELLO, target, rules=RULES, tls=issue(ca, "target", "DNS:target.ns.svc"))
     tasks = [asyncio.create_task(one.run()) for one in (strange, link)]
     await eventually(lambda: link.status().connected and "none of its names" in strange.status().problem)
     link.send([commit()])

@@ -39,7 +39,6 @@ from slipstream.protocol.messages import (
     Open,
     TargetHello,
 )
-from slipstream.protocol.pairing import check_pair
 from slipstream.protocol.requests import Piece, Request, Sampling, TargetInfo
 from slipstream.wire.channel import ConnectionRules
 from slipstream.wire.client import AsyncClient, Client
@@ -145,7 +144,7 @@ class Rig:
         servicer = DraftServicer(echo, rules=rules)
         server = GrpcServer(listen, WIRE, [servicer], rules=rules)
         port = await server.start()
-        link = DraftLink(f"127.0.0.1:{port}", HELLO, target, check_pair, rules=rules)
+        link = DraftLink(f"127.0.0.1:{port}", HELLO, target, rules=rules)
         return Rig(target, echo, servicer, server, link, asyncio.create_task(link.run()))
 
     async def up(self) -> Rig:
@@ -187,7 +186,7 @@ async def test_order_is_kept_over_many_sends_from_threads() -> None:
 
 async def test_a_version_the_draft_does_not_speak_is_refused_by_name() -> None:
     rig = await Rig.start()
-    old = DraftLink(rig.link.address, replace(HELLO, protocol_version=99), Target(), check_pair, rules=RULES)
+    old = DraftLink(rig.link.address, replace(HELLO, protocol_version=99), Target(), rules=RULES)
     task = asyncio.create_task(old.run())
     await eventually(lambda: "protocol_version" in old.status().problem)
     task.cancel()
@@ -302,7 +301,7 @@ async def test_a_stale_frame_is_dropped() -> None:
 
     server, port = await raw_draft(behave)
     target = Target()
-    link = DraftLink(f"127.0.0.1:{port}", HELLO, target, check_pair, rules=RULES)
+    link = DraftLink(f"127.0.0.1:{port}", HELLO, target, rules=RULES)
     task = asyncio.create_task(link.run())
     await eventually(lambda: target.items == [Drop(2, "gap")])
     assert target.downs == []
@@ -316,7 +315,7 @@ async def test_a_draft_that_answers_another_stream_is_left_alone() -> None:
 
     server, port = await raw_draft(behave, other=1)
     target = Target()
-    link = DraftLink(f"127.0.0.1:{port}", HELLO, target, check_pair, rules=RULES)
+    link = DraftLink(f"127.0.0.1:{port}", HELLO, target, rules=RULES)
     task = asyncio.create_task(link.run())
     await eventually(lambda: "incarnation" in link.status().problem)
     assert link.status().given_up and target.ups == []
@@ -331,7 +330,7 @@ async def test_a_frame_that_is_none_resets_the_stream() -> None:
 
     server, port = await raw_draft(behave)
     target = Target()
-    task = asyncio.create_task(DraftLink(f"127.0.0.1:{port}", HELLO, target, check_pair, rules=RULES).run())
+    task = asyncio.create_task(DraftLink(f"127.0.0.1:{port}", HELLO, target, rules=RULES).run())
     await eventually(lambda: len(target.downs) >= 1)
     assert target.downs[0] == "protocol: frame"
     task.cancel()
@@ -344,7 +343,7 @@ async def test_a_draft_that_does_not_read_makes_the_outbox_overflow() -> None:
 
     server, port = await raw_draft(behave)
     target = Target()
-    link = DraftLink(f"127.0.0.1:{port}", HELLO, target, check_pair, rules=replace(RULES, waiting_batches=8))
+    link = DraftLink(f"127.0.0.1:{port}", HELLO, target, rules=replace(RULES, waiting_batches=8))
     task = asyncio.create_task(link.run())
     await eventually(lambda: link.status().connected)
     rows = bytes(1000 * HIDDEN * 4)
@@ -390,7 +389,7 @@ async def test_more_targets_than_allowed_are_refused() -> None:
     echo, connected = Echo(), []
     server = GrpcServer(LOOPBACK, WIRE, [DraftServicer(echo, max_peers=1, on_connected=connected.append)])
     address = f"127.0.0.1:{await server.start()}"
-    links = [DraftLink(address, HELLO, Target(), check_pair, rules=RULES) for _ in range(2)]
+    links = [DraftLink(address, HELLO, Target(), rules=RULES) for _ in range(2)]
     tasks = [asyncio.create_task(link.run()) for link in links]
     await eventually(lambda: any("1 targets" in link.status().problem for link in links)
                      and any(link.status().connected for link in links))  # who is refused may hear of it first
@@ -432,7 +431,7 @@ async def test_one_host_does_not_take_all_places_of_a_draft() -> None:
     server = GrpcServer(LOOPBACK, WIRE, [DraftServicer(Echo(), max_peers=4)])
     port = await server.start()
     other = await BlackHole(port, "127.0.0.2").start()
-    link = DraftLink(f"127.0.0.1:{other.port_out}", HELLO, Target(), check_pair, rules=RULES)
+    link = DraftLink(f"127.0.0.1:{other.port_out}", HELLO, Target(), rules=RULES)
     async with aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         begin = channel.stream_stream("/slipstream.v1.DraftService/Exchange")
         calls = [begin() for _ in range(4)]
@@ -454,7 +453,7 @@ async def test_a_black_hole_is_noticed_on_both_sides() -> None:
     rig = await Rig.start(rules=rules)
     rig.task.cancel()
     hole = await BlackHole(rig.server.port).start()
-    rig.link = DraftLink(f"127.0.0.1:{hole.port_out}", HELLO, rig.target, check_pair, rules=rules)
+    rig.link = DraftLink(f"127.0.0.1:{hole.port_out}", HELLO, rig.target, rules=rules)
     await eventually(lambda: rig.echo.down == rig.echo.up)
     rig.task = asyncio.create_task(rig.link.run())
     await rig.up()
@@ -467,7 +466,7 @@ async def test_a_black_hole_is_noticed_on_both_sides() -> None:
 
 
 def local(echo: Echo, target: Target) -> LocalLink:
-    return LocalLink("local", HELLO, target, echo, check_pair)
+    return LocalLink("local", HELLO, target, echo)
 
 
 def test_local_link_speaks_the_same_protocol() -> None:

@@ -28,7 +28,6 @@ from bench.gpu.stage import Finding, StageOptions
 from draft_service.worker import DraftWorker
 from slipstream.base.config import load
 from slipstream.drafting.neural import NeuralDrafter
-from slipstream.protocol.pairing import check_pair
 from slipstream.protocol.requests import Piece, Sampling
 from slipstream.protocol.session import LEASE_S
 from slipstream.wire.local import LocalLink
@@ -98,7 +97,7 @@ async def _start_pair(options: StageOptions, count: int) -> Pair:
     backend.warm()
     drafter = NeuralDrafter("eagle3", network, config.draft.growth, count, WINDOW // 2, backend)
     draft = DraftWorker(drafter, "", LEASE_S, device=options.device)
-    link = LocalLink("local", target.hello, target.worker.following, draft, check_pair)
+    link = LocalLink("local", target.hello, target.worker.following, draft)
     pair = Pair(target, draft, link)
     draft.start()
     target.worker.start()

@@ -46,7 +46,6 @@ from slipstream.models.folder import resolve_drafter
 from slipstream.observe.log import configure
 from slipstream.protocol import tree
 from slipstream.protocol.messages import Growth
-from slipstream.protocol.pairing import check_pair
 from slipstream.protocol.session import TargetSide
 from slipstream.wire.link import DraftLink, Outbox
 from slipstream.wire.server import GrpcServer
@@ -149,7 +148,7 @@ class ProfiledServices:
     async def _connect(self, wire: WireSection) -> DraftLink:
         self._server = GrpcServer("127.0.0.1:0", wire, [DraftServicer(self._draft)])
         port = await self._server.start()
-        link = DraftLink(f"127.0.0.1:{port}", self._target.hello, self._target.worker.following, check_pair)
+        link = DraftLink(f"127.0.0.1:{port}", self._target.hello, self._target.worker.following)
         self._link_task = asyncio.create_task(link.run())
         return link
 

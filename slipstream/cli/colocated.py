@@ -23,7 +23,6 @@ from slipstream.cli.process import require_own
 from slipstream.observe.log import logger
 from slipstream.observe.scrape import MetricsServer
 from slipstream.observe.vitals import wait_until_stopped
-from slipstream.protocol.pairing import check_pair
 from slipstream.wire.local import LocalLink
 from slipstream.wire.server import bind_guard
 from target_service.assembly import Target
@@ -37,7 +36,7 @@ async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None]) 
     _check_settings(config)
     target = await asyncio.to_thread(build_target, config, asyncio.get_running_loop())
     draft = await asyncio.to_thread(build_draft, config)
-    link = LocalLink("local", target.hello, target.worker.following, draft, check_pair)
+    link = LocalLink("local", target.hello, target.worker.following, draft)
     target.service.drafts = lambda: [link.status()]
     serving = asyncio.Event()
     pages = [MetricsServer(config.target.metrics_listen, target.metrics.registry, serving.is_set, target.vitals),

@@ -59,6 +59,7 @@ from slipstream.protocol.messages import (
     TargetBound,
     TargetHello,
 )
+from slipstream.protocol.pairing import check_pair
 from slipstream.protocol.requests import LEFT_ALONE, REFUSED, DraftStatus
 from slipstream.wire.channel import DRAFT_SERVICE, RULES, ConnectionRules, open_channel
 from slipstream.wire.codec import (
@@ -283,7 +284,7 @@ class DraftLink:
     """A link over gRPC. ``hello``: the target's; every stream gets a new incarnation. ``check`` returns a warning ("":
     none), and raises PairingError when the draft does not fit."""
 
-    def __init__(self, address: str, hello: TargetHello, events: LinkEvents, check: PairingCheck, *,
+    def __init__(self, address: str, hello: TargetHello, events: LinkEvents, check: PairingCheck = check_pair, *,
                  tls: TlsFiles | None = None, rules: ConnectionRules = RULES,
                  counts: WireCounts | None = None) -> None:
         self.address = address

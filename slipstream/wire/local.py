@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 from slipstream.base.errors import PairingError, RemoteProtocolError
 from slipstream.protocol.messages import DraftBound, Drop, LinkEvents, PeerEvents, TargetBound, TargetHello
+from slipstream.protocol.pairing import check_pair
 from slipstream.protocol.requests import REFUSED, DraftStatus
 from slipstream.wire.channel import RULES
 from slipstream.wire.codec import (
@@ -30,7 +31,7 @@ from slipstream.wire.codec import (
     encode_target_frames,
     encode_target_hello,
 )
-from slipstream.wire.link import PairingCheck, WireCounts
+from slipstream.wire.link import WireCounts
 
 
 @dataclass(slots=True, eq=False)
@@ -52,14 +53,12 @@ class LocalPeer:
 class LocalLink:
     """Connects ``events`` (the target's) and ``peers`` (the draft's). Down until ``restore`` is called."""
 
-    def __init__(self, address: str, hello: TargetHello, events: LinkEvents, peers: PeerEvents,
-                 check: PairingCheck) -> None:
+    def __init__(self, address: str, hello: TargetHello, events: LinkEvents, peers: PeerEvents) -> None:
         self.address = address
         self.counts = WireCounts()
         self._hello = hello
         self._events = events
         self._peers = peers
-        self._check = check
         self._peer: LocalPeer | None = None
         self._drafter = ""
         self._problem = "not connected yet"
@@ -78,7 +77,7 @@ class LocalLink:
             return
         try:
             draft = decode_draft_hello(encode_draft_hello(reply))
-            problem = self._check(target, draft)
+            problem = check_pair(target, draft)
         except RemoteProtocolError as error:
             self._problem = f"{REFUSED}{error}"
             self._peers.peer_down(peer)
