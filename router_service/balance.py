@@ -145,14 +145,13 @@ class Targets:
 
     def update(self, ready: Mapping[str, str]) -> None:
         """Discovery's present list: addresses that take work, each with the name that its certificate bears."""
-        for address in self._roster.update(ready):
+        new, changed = self._roster.update(ready)
+        for address in new:
             self._add(address, ready[address])
-        for target in self.by_name.values():
-            delisted = self._roster.is_delisted(target.name)
-            if delisted != target.delisted:
-                target.delisted = delisted
-                self._log.info("target left" if delisted else "target back", target=target.name,
-                               running=target.in_flight)
+        for address, delisted in changed.items():
+            target = self.by_name[address]
+            target.delisted = delisted
+            self._log.info("target left" if delisted else "target back", target=address, running=target.in_flight)
 
     def poll_answered(self, target: Target) -> None:
         self._roster.mark_alive(target.name)

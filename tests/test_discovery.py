@@ -366,11 +366,11 @@ class Clock:
 def test_the_roster() -> None:
     clock = Clock()
     roster = Roster(clock, RosterRules(forget_after_s=30, silent_s=60))
-    assert roster.update({A: "n", B: "n"}) == [A, B] and roster.update({A: "n", B: "n"}) == []
-    roster.update({A: "n"})
+    assert roster.update({A: "n", B: "n"}) == ([A, B], {}) and roster.update({A: "n", B: "n"}) == ([], {})
+    assert roster.update({A: "n"}) == ([], {B: True}) and roster.update({A: "n"}) == ([], {})
     assert roster.is_delisted(B) and not roster.is_delisted(A) and not roster.expired()
     clock.now_s = 29
-    assert roster.update({A: "n", B: "n"}) == [] and not roster.is_delisted(B), "it came back as it was"
+    assert roster.update({A: "n", B: "n"}) == ([], {B: False}) and not roster.is_delisted(B), "it came back as it was"
     roster.mark_alive(A)
     roster.update({A: "n"})
     clock.now_s = 60
@@ -378,6 +378,6 @@ def test_the_roster() -> None:
     roster.forget(B)
     clock.now_s = 200
     assert roster.expired() == [], "nobody is heard: nobody is forgotten"
-    assert roster.update({A: "n", C: "n"}) == [C]
+    assert roster.update({A: "n", C: "n"}) == ([C], {})
     assert roster.expired() == [A], "but one who is silent while another is there"
-    assert roster.update({A: "n", B: "n", C: "n"}) == [B]
+    assert roster.update({A: "n", B: "n", C: "n"}) == ([B], {})

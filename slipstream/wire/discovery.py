@@ -174,17 +174,17 @@ class Roster:
         self._rules = rules or RosterRules()
         self._members: dict[str, Member] = {}
 
-    def update(self, ready: Mapping[str, str]) -> list[str]:
-        """Take the list of discovery. Returns the addresses that are new."""
+    def update(self, ready: Mapping[str, str]) -> tuple[list[str], dict[str, bool]]:
+        """Take the list of discovery. Returns the addresses that are new, and of the others those that are delisted
+        since the last list (True) or listed again (False)."""
         now_s = self._clock()
-        for address, member in self._members.items():
-            if address in ready:
-                member.delisted_s = None
-            elif member.delisted_s is None:
-                member.delisted_s = now_s
+        changed = {address: address not in ready for address, member in self._members.items()
+                   if (member.delisted_s is None) is not (address in ready)}
+        for address, delisted in changed.items():
+            self._members[address].delisted_s = now_s if delisted else None
         new = [address for address in ready if address not in self._members and address not in self.fixed]
         self._members |= {address: Member(now_s) for address in new}
-        return new
+        return new, changed
 
     def mark_alive(self, address: str) -> None:
         """The peer has answered."""

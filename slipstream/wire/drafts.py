@@ -48,7 +48,6 @@ Connect = Callable[[str, str], RunnableLink]  # (address, name in its certificat
 class Dialled:
     link: RunnableLink
     task: asyncio.Task[None]
-    delisted: bool = False
 
 
 class Drafts:
@@ -70,14 +69,17 @@ class Drafts:
 
     def update(self, ready: Mapping[str, str]) -> None:
         """Discovery's present list: addresses of ready drafts, each with the name in its certificate."""
-        for address in self._roster.update(ready):
+        new, changed = self._roster.update(ready)
+        for address in new:
             try:
                 self._dial(address, ready[address])
                 self._log.info("draft found", draft=address)
             except SlipstreamError as error:
                 self._log.warning("draft not dialled", draft=address, problem=str(error))
                 self._roster.forget(address)  # discovery will list it again
-        self._notify_leaving()
+        for address, delisted in changed.items():
+            self._worker.link_leaving(self._dialled[address].link, delisted)
+            self._log.info("draft left" if delisted else "draft back", draft=address)
 
     def statuses(self) -> list[DraftStatus]:
         """From any thread."""
@@ -111,12 +113,12 @@ class Drafts:
             status = dialled.link.status()
             if status.connected or status.given_up:  # a draft that refuses is alive
                 self._roster.mark_alive(address)
-            if status.connected and dialled.delisted:  # again: a new stream of the link is not leaving
+            if status.connected and self._roster.is_delisted(address):  # again: a new stream of the link is not leaving
                 self._worker.link_leaving(dialled.link, True)
         ended = [address for address, dialled in self._dialled.items()
-                 if dialled.delisted and not dialled.link.status().connected]
+                 if self._roster.is_delisted(address) and not dialled.link.status().connected]
         for address in {*self._roster.expired(), *ended}:
-            self._log.info("draft forgotten", draft=address, left=self._dialled[address].delisted)
+            self._log.info("draft forgotten", draft=address, left=self._roster.is_delisted(address))
             self._roster.forget(address)
             self._dialled.pop(address).task.cancel()
 
@@ -131,11 +133,3 @@ class Drafts:
     def _dial(self, address: str, name: str) -> None:
         link = self._connect(address, name)
         self._dialled[address] = Dialled(link, asyncio.get_running_loop().create_task(link.run()))
-
-    def _notify_leaving(self) -> None:
-        for address, dialled in self._dialled.items():
-            delisted = self._roster.is_delisted(address)
-            if delisted != dialled.delisted:
-                dialled.delisted = delisted
-                self._worker.link_leaving(dialled.link, delisted)
-                self._log.info("draft left" if delisted else "draft back", draft=address)
