@@ -275,10 +275,6 @@ def _read_features(wire: draft_pb2.FeaturesItem, limits: FrameLimits) -> Feature
     return Features(wire.session, start, rows, count, dtype)
 
 
-def _read_close(wire: draft_pb2.CloseItem, _limits: FrameLimits) -> Close:
-    return Close(wire.session)
-
-
 def _read_drop(wire: draft_pb2.DropItem, limits: FrameLimits) -> Drop:
     return Drop(wire.session, checked_name("drop.reason", wire.reason),
                 in_range("drop.base", wire.base, 0, limits.max_context))
@@ -340,8 +336,8 @@ encode_draft_frames: Encode[TargetBound] = partial(_encode_frames, draft_pb2.Exc
 decode_target_frame: Callable[..., tuple[list[DraftBound], Faults]] = partial(_decode_frame, draft_pb2.ExchangeRequest)
 
 READERS: Mapping[str, Callable[[Any, FrameLimits], DraftBound | TargetBound]] = {
-    "open": _read_open, "features": _read_features, "commit": _read_commit, "close": _read_close,
-    "growth": _read_growth, "drop": _read_drop}
+    "open": _read_open, "features": _read_features, "commit": _read_commit,
+    "close": lambda wire, _limits: Close(wire.session), "growth": _read_growth, "drop": _read_drop}
 
 
 TARGET_BOUNDS = {"vocab_size": (1, INT32_MAX), "hidden_size": (1, 1 << 20), "num_layers": (1, 1 << 16),
@@ -380,19 +376,15 @@ def _read_hello(message: Any, data: bytes, bounds: Mapping[str, tuple[int, int]]
     parse(message, data, "hello")
     require(message.WhichOneof("content") == "hello", "hello", "the first message of a stream must be the hello")
     wire = message.hello
-    check_version(wire.protocol_version)
+    if wire.protocol_version != PROTOCOL_VERSION:
+        raise PairingError("protocol_version", f"the peer speaks version {wire.protocol_version}, this side "
+                                               f"{PROTOCOL_VERSION}; run the same release of both services")
     for field, (low, high) in bounds.items():
         in_range(field, getattr(wire, field), low, high)
     for descriptor, value in wire.ListFields():
         if isinstance(value, str):
             checked_name(descriptor.name, value)
     return wire
-
-
-def check_version(version: int) -> None:
-    if version != PROTOCOL_VERSION:
-        raise PairingError("protocol_version", f"the peer speaks version {version}, this side {PROTOCOL_VERSION}; "
-                                               "run the same release of both services")
 
 
 def _write_spec(spec: FeatureSpec) -> draft_pb2.FeatureSpec:

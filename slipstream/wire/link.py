@@ -111,7 +111,6 @@ class Outbox(Generic[Item]):
         wait."""
         self.name = name
         self._loop = asyncio.get_running_loop()
-        self._thread = threading.get_ident()
         self._max_batches = max_batches
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
@@ -139,8 +138,6 @@ class Outbox(Generic[Item]):
             needs_wake, self._wake_scheduled = not self._wake_scheduled, True
         if overflow:
             self._fail(CapacityError("overflow"))
-        elif needs_wake and threading.get_ident() == self._thread:
-            self.filled.set()  # the loop is awake already: no need to write to its wake-up pipe
         elif needs_wake:
             # The loop may have been closed between the check and here; then nobody is waiting.
             with contextlib.suppress(RuntimeError):
