@@ -321,7 +321,6 @@ class AnswerStream:
 
     def __init__(self, connection: Connection, address: str) -> None:
         self.address = address
-        self.ended = False
         self._connection = connection
         self._lane = connection.begin()
         method: Any = self._lane.channel.stream_stream(f"/{TARGET_SERVICE}/GenerateMany")
@@ -337,9 +336,9 @@ class AnswerStream:
     @property
     def accepts_answers(self) -> bool:
         """Whether an answer may begin here: the call runs, on the connection that new calls use."""
-        if not self.ended and not self._connection.is_current(self._lane):
+        if not self._connection.is_current(self._lane):
             self.retire()
-        return not self.ended and not self._retired
+        return not self._retired and not self._task.done()
 
     @property
     def busy(self) -> bool:
@@ -399,7 +398,6 @@ class AnswerStream:
             error = task_error
         elif isinstance(task_error, Exception):
             log_bug(task_error)
-        self.ended = True
         self._call.cancel()
         self._connection.end(self._lane)
         for answer in list(self._answers.values()):
@@ -514,10 +512,9 @@ class SharedAnswer:
 
     def _on_start_timeout(self) -> None:
         assert self._stream is not None
-        address, self._start_timer = self._stream.address, None
+        address = self._stream.address
         self._stream.cancel(self._number)
-        self._arrived.append(Unavailable(f"{address}: the request was not taken within {self._connect_s:g} s"))
-        self._end()
+        self.receive(Unavailable(f"{address}: the request was not taken within {self._connect_s:g} s"))
 
     def _end(self) -> None:
         self._stream = None
