@@ -4,7 +4,7 @@ Rules:
 1. Options become a body and pass through ``openai.parse``: both surfaces have the same defaults and limits.
 2. Calls and reasoning are separated by the same parser as over HTTP. For a resumed answer the parser first reads the
    part that the client has.
-3. The first delta has the answer's identity, so that another router can go on with it (``Begun``).
+3. The first delta has the answer's identity, so that another router can go on with it (``PartialAnswer``).
 4. An empty model name means the one that is here.
 
 It knows nothing about gRPC; ``slipstream.wire.inference`` carries it.

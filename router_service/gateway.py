@@ -51,7 +51,7 @@ from slipstream.base.errors import (
 from slipstream.grammar.trial import Trials
 from slipstream.observe.metrics import RouterMetrics
 from slipstream.observe.spans import Span, Spans, well_formed
-from slipstream.protocol.chat import Begun, Usage
+from slipstream.protocol.chat import PartialAnswer, Usage
 from slipstream.protocol.identity import Identity
 from slipstream.protocol.requests import MAX_BAD_WORD_TOKENS, MAX_SCORES, NAMESPACE_SEPARATOR, Request, TargetInfo
 
@@ -130,7 +130,7 @@ class Gateway:
         self._trials.close()
         self.codec.close()
 
-    def plan_chat(self, body: ChatBody, begun: Begun | None = None) -> Plan:
+    def plan_chat(self, body: ChatBody, begun: PartialAnswer | None = None) -> Plan:
         """Raises InvalidRequest, NotFound or Unavailable."""
         options, names = self._with_defaults(body).options(), body.template_variables()
         messages = [message.for_template() for message in body.messages]
@@ -146,7 +146,7 @@ class Gateway:
         return self._checked(Plan("chat", self.resolve_model(body.model), options, messages=messages, begun=begun,
                                   turn=turn))
 
-    def plan_completion(self, body: CompletionBody, begun: Begun | None = None) -> Plan:
+    def plan_completion(self, body: CompletionBody, begun: PartialAnswer | None = None) -> Plan:
         """Raises InvalidRequest, NotFound or Unavailable."""
         return self._checked(Plan("completions", self.resolve_model(body.model), self._with_defaults(body).options(),
                                    prompts=body.prompt, begun=begun,
@@ -363,7 +363,7 @@ class Gateway:
             raise InvalidRequest(f"bad_words[{number}]", f"has more than {MAX_BAD_WORD_TOKENS} tokens")
         return [tokens for tokens in spellings if tokens]
 
-    def _resumed_job(self, job: Job, begun: Begun) -> Job:
+    def _resumed_job(self, job: Job, begun: PartialAnswer) -> Job:
         tokens = begun.tokens
         if len(tokens) >= job.max_tokens[0]:
             raise InvalidRequest("begun.tokens", f"must be fewer than the answer's {job.max_tokens[0]}")

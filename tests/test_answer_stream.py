@@ -28,7 +28,7 @@ from slipstream.base.errors import (
 )
 from slipstream.protocol.requests import Finish, Piece, Request, Sampling, TargetInfo, TokenLogprob
 from slipstream.wire.answers import (
-    MAX_FRAME_ITEMS,
+    MAX_ANSWER_ITEMS,
     TAKEN,
     Flow,
     decode_answer_requests,
@@ -297,7 +297,7 @@ def test_an_error_that_no_caller_knows_is_of_the_class_above_it() -> None:
 def test_frames_are_as_few_as_fit() -> None:
     items = [b"a" * size for size in (3, 3, 3, 9, 1)]
     assert [*joined_frames(items, 6)] == [b"a" * 6, b"a" * 3, b"a" * 9, b"a"]
-    assert [len(frame) for frame in joined_frames([b"a"] * (MAX_FRAME_ITEMS + 1), 1 << 20)] == [MAX_FRAME_ITEMS, 1]
+    assert [len(frame) for frame in joined_frames([b"a"] * (MAX_ANSWER_ITEMS + 1), 1 << 20)] == [MAX_ANSWER_ITEMS, 1]
     assert [*joined_frames([], 6)] == [] and [*joined_frames(items, 100)] == [b"a" * 19]
 
 

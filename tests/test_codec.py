@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from slipstream.base.config import DraftSection
 from slipstream.base.errors import InvalidRequest, ModelChanged, PairingError, RemoteProtocolError, SlipstreamError
-from slipstream.protocol.chat import Begun, ChatOptions, Delta, Message, PromptToken, TextToken, Usage
+from slipstream.protocol.chat import ChatOptions, Delta, Message, PartialAnswer, PromptToken, TextToken, Usage
 from slipstream.protocol.grammar import KINDS, MAX_SOURCE, Grammar
 from slipstream.protocol.identity import Identity
 from slipstream.protocol.messages import (
@@ -49,7 +49,7 @@ from slipstream.protocol.requests import (
 from slipstream.protocol.tree import MAX_HELD
 from slipstream.v1 import common_pb2, draft_pb2, inference_pb2, target_pb2
 from slipstream.wire.answers import (
-    MAX_FRAME_ITEMS,
+    MAX_ANSWER_ITEMS,
     RequestContent,
     ResponseContent,
     decode_answer_requests,
@@ -258,7 +258,7 @@ def test_requests_and_texts_come_back() -> None:
     assert decode_complete(encode_complete("m", "hi", bound)) == ("m", "hi", bound)
     assert decode_chat(encode_chat("m", (Message("user", "hi"),), OPTIONS)) == ("m", (Message("user", "hi"),), OPTIONS)
     assert decode_complete(encode_complete("m", "hi", ChatOptions())) == ("m", "hi", ChatOptions())
-    begun = ChatOptions(begun=Begun("whose", array("i", (3, 1, 2))))
+    begun = ChatOptions(begun=PartialAnswer("whose", array("i", (3, 1, 2))))
     assert decode_complete(encode_complete("m", "hi", begun)) == ("m", "hi", begun)
     first = Delta("a", (TextToken(1, "a"),), identity="whose")
     assert decode_delta(encode_delta(first)) == first
@@ -519,7 +519,7 @@ def test_bad_grammar_is_refused_by_name(wire: common_pb2.Grammar) -> None:
 
 
 def test_a_frame_of_too_many_items_is_refused_before_they_are_made() -> None:
-    frame = target_pb2.GenerateManyRequest(items=[target_pb2.AnswerRequest(answer=1)] * (MAX_FRAME_ITEMS + 1))
+    frame = target_pb2.GenerateManyRequest(items=[target_pb2.AnswerRequest(answer=1)] * (MAX_ANSWER_ITEMS + 1))
     with pytest.raises(RemoteProtocolError, match="items"):
         next(decode_answer_requests(frame.SerializeToString()))
 

@@ -16,7 +16,7 @@ from router_service.dialects.fields import GRPC_DIFFERENCES, HONOURED
 from router_service.dialects.openai import MAX_CONTAINERS
 from slipstream.base.errors import DeadlineExceeded, InvalidRequest, SlipstreamError, TooLarge
 from slipstream.client import AsyncClient, Client, Function, Grammar, Message, ToolCall, whole
-from slipstream.protocol.chat import MAX_BODY_BYTES, MAX_CALLS, MAX_ITEMS, MAX_TOOLS, Begun, ChatOptions, Delta
+from slipstream.protocol.chat import MAX_BODY_BYTES, MAX_CALLS, MAX_ITEMS, MAX_TOOLS, ChatOptions, Delta, PartialAnswer
 from slipstream.wire.inference import decode_chat, decode_delta, encode_chat, encode_delta
 from tests.echo import EchoTarget
 from tests.routing import CHAT, COMPLETIONS, HELLO, Routing, routing
@@ -147,7 +147,7 @@ async def test_an_answer_that_goes_on_is_told_apart_as_the_whole_one(thinking_fo
         right = whole(deltas)
         for cut in range(1, len(deltas) - 1, 5):
             had = [token.id for delta in deltas[:cut] for token in delta.tokens]
-            rest = await told(client, "hello", begun=Begun(target.identity.tag, tuple(had)), **body)
+            rest = await told(client, "hello", begun=PartialAnswer(target.identity.tag, tuple(had)), **body)
             found = whole([*deltas[:cut], *rest])
             for side in (lambda message: message.content, lambda message: message.reasoning_content, calls_of):
                 assert side(found.message) == side(right.message), cut

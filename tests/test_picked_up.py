@@ -28,7 +28,7 @@ from router_service.text.tokens import BRIEF_TEXT, Completion, TextCodec
 from slipstream.base.config import WireSection
 from slipstream.base.errors import InvalidRequest, ModelChanged, Unavailable
 from slipstream.client import AsyncClient, Client
-from slipstream.protocol.chat import Begun, Delta
+from slipstream.protocol.chat import Delta, PartialAnswer
 from slipstream.protocol.identity import Identity
 from slipstream.protocol.requests import Piece, Request, Sampling
 from slipstream.wire import client as wire_client
@@ -162,11 +162,11 @@ async def test_two_targets_of_other_models_do_not_go_on_with_each_others_answers
 
 
 @pytest.mark.parametrize(("begun", "field"), [
-    (Begun("", (5,)), None), (Begun("0" * 32, (5,)), None),
-    (Begun("own", (5,) * 60), "begun.tokens"), (Begun("own", (260,)), "begun.tokens"),
-    (Begun("own", (-1,)), "begun.tokens"), (Begun("own", (257,)), "begun.tokens"),
-    (Begun("own", tuple(b"a stop")), "begun.tokens")], ids=str)
-async def test_what_nobody_began_is_refused(tiny_folder: Path, begun: Begun, field: str | None) -> None:
+    (PartialAnswer("", (5,)), None), (PartialAnswer("0" * 32, (5,)), None),
+    (PartialAnswer("own", (5,) * 60), "begun.tokens"), (PartialAnswer("own", (260,)), "begun.tokens"),
+    (PartialAnswer("own", (-1,)), "begun.tokens"), (PartialAnswer("own", (257,)), "begun.tokens"),
+    (PartialAnswer("own", tuple(b"a stop")), "begun.tokens")], ids=str)
+async def test_what_nobody_began_is_refused(tiny_folder: Path, begun: PartialAnswer, field: str | None) -> None:
     target = EchoTarget()
     assert target.identity is not None
     if begun.identity == "own":
@@ -183,7 +183,7 @@ async def test_what_is_refused_leaves_nothing_behind(tiny_folder: Path) -> None:
     """A pool's policy would count it with those whose pieces it waits for, and try drafts on it, for ever."""
     target = EchoTarget()
     assert target.identity is not None
-    begun = Begun(target.identity.tag, tuple(b"a stop"))
+    begun = PartialAnswer(target.identity.tag, tuple(b"a stop"))
     async with (routing(tiny_folder, target) as router,
                 AsyncClient(f"127.0.0.1:{router.service.grpc_port}") as client):
         for _ in range(20):
@@ -196,7 +196,8 @@ async def test_what_is_refused_leaves_nothing_behind(tiny_folder: Path) -> None:
 
 def test_tokens_that_were_begun_count_as_a_text() -> None:
     """So many are looked at beside the event loop."""
-    asked = Plan("completions", "tiny", Options(Sampling()), prompts=["abc"], begun=Begun("", (5,) * BRIEF_TEXT))
+    begun = PartialAnswer("", (5,) * BRIEF_TEXT)
+    asked = Plan("completions", "tiny", Options(Sampling()), prompts=["abc"], begun=begun)
     assert asked.size == BRIEF_TEXT + 3
 
 

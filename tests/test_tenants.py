@@ -27,7 +27,7 @@ from slipstream.base.errors import (
 from slipstream.cli.host import first_key
 from slipstream.client import AsyncClient
 from slipstream.observe.vitals import background_tasks
-from slipstream.protocol.chat import Begun
+from slipstream.protocol.chat import PartialAnswer
 from slipstream.protocol.requests import Request, Sampling
 from slipstream.wire.server import GrpcServer
 from slipstream.wire.target import TargetClient, TargetServicer
@@ -240,7 +240,7 @@ async def test_tokens_that_a_client_says_it_has_are_taken_from_its_quota(tiny_fo
     keys, echo = written(tmp_path, "key-of-a name=a tokens_per_minute=30"), EchoTarget()
     assert echo.identity is not None
     echo.says = "a long text that is to be gone on with, and its end"
-    begun = Begun(echo.identity.tag, tuple(echo.says[:40].encode()))
+    begun = PartialAnswer(echo.identity.tag, tuple(echo.says[:40].encode()))
     async with (routing(tiny_folder, echo, api_keys_file=str(keys)) as r,
                 AsyncClient(f"127.0.0.1:{r.service.grpc_port}", api_key="key-of-a") as client):
         assert [delta async for delta in client.complete("a", max_tokens=41, begun=begun)]

@@ -55,9 +55,9 @@ from slipstream.protocol.chat import (
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORD_STRINGS,
     MAX_ITEMS,
-    MAX_STOP_IDS,
+    MAX_REQUESTED_STOP_TOKEN_IDS,
     MAX_STOPS,
-    Begun,
+    PartialAnswer,
     Usage,
 )
 from slipstream.protocol.grammar import Grammar
@@ -193,7 +193,7 @@ def _whole_number(value: Any) -> Any:
 
 
 WholeNumber = Annotated[int, BeforeValidator(_whole_number)]
-Ids = Annotated[list[WholeNumber], Field(max_length=MAX_STOP_IDS)]
+Ids = Annotated[list[WholeNumber], Field(max_length=MAX_REQUESTED_STOP_TOKEN_IDS)]
 
 
 class StreamOptions(StrictModel):
@@ -490,7 +490,7 @@ class Plan:
     options: Options
     messages: Any = field(default=(), repr=False)  # objects, or these as JSON
     prompts: Sequence[str | bytes | Sequence[int]] = field(default=(), repr=False)  # texts, too, may be UTF-8
-    begun: Begun | None = None  # of its only answer
+    begun: PartialAnswer | None = None  # of its only answer
     turn: Turn = ASSISTANT
     add_special_tokens: bool = True  # to prompts that are texts
     num_chars: int | None = None  # ``size``, where it is known
@@ -498,7 +498,7 @@ class Plan:
     def repeated(self, seed: int, identity: str) -> Plan:
         """For the same answer again: of this seed, and of the model whose tag ``identity`` is."""
         options = replace(self.options, sampling=replace(self.options.sampling, seed=seed))
-        return replace(self, options=options, begun=Begun(identity, ()))
+        return replace(self, options=options, begun=PartialAnswer(identity, ()))
 
     @property
     def num_answers(self) -> int:

@@ -25,7 +25,7 @@ BODY_TIMEOUT_S = 30.0  # a request that takes longer to come is refused
 STALL_S = 60.0  # a client that takes nothing of its answer for so long counts as gone
 MAX_ITEMS = 4096  # messages, all text parts of them, prompts
 MAX_STOPS = 32  # texts
-MAX_STOP_IDS = 48  # beside those of the model
+MAX_REQUESTED_STOP_TOKEN_IDS = 48  # beside those of the model
 MAX_TOOLS = 128
 MAX_CALLS = 128  # in one message
 MAX_BEGUN = 1 << 18  # tokens
@@ -66,7 +66,7 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class PartialAnswer:
     """An answer that broke off: its ``tokens`` so far, and the ``identity`` of its first delta. Without tokens it is
     computed from its start."""
 
@@ -95,7 +95,7 @@ class ChatOptions:
     ignore_eos: bool | None = None
     top_logprobs: int | None = None
     speculate: bool | None = None  # False: plain decoding for this request
-    begun: Begun | None = None
+    begun: PartialAnswer | None = None
     grammar: Grammar | None = None  # what the answer is bound to
     echo: bool | None = None  # of completions: the text begins with the prompt's
     prompt_logprobs: int | None = None  # the prompt's tokens are scored, with so many alternatives each
@@ -167,9 +167,9 @@ class Usage:
 
 class Delta(NamedTuple):
     """A piece of the answer. ``finish``: "" while it goes on, else why it ended ("stop", "length" or "tool_calls").
-    ``identity``: in the first delta, what ``Begun`` needs; "" where the answer cannot be resumed. ``prompt``: the next
-    scored tokens of the prompt. ``text`` has no reasoning and calls where these are separated; ``tokens`` has the
-    tokens of all three."""
+    ``identity``: in the first delta, what ``PartialAnswer`` needs; "" where the answer cannot be resumed. ``prompt``:
+    the next scored tokens of the prompt. ``text`` has no reasoning and calls where these are separated; ``tokens`` has
+    the tokens of all three."""
 
     text: str = ""
     tokens: tuple[TextToken, ...] = ()
@@ -185,7 +185,7 @@ class Delta(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class CompleteAnswer:
     """All deltas of an answer, joined. ``message`` is what to append to the conversation."""
 
     message: Message
@@ -193,7 +193,7 @@ class Whole:
     usage: Usage | None = None
 
 
-def whole(deltas: Iterable[Delta]) -> Whole:
+def whole(deltas: Iterable[Delta]) -> CompleteAnswer:
     """Raises what ``deltas`` raise."""
     texts, thoughts, finish, usage = list[str](), list[str](), "", None
     calls: dict[int, list[ToolCall]] = {}
@@ -206,4 +206,4 @@ def whole(deltas: Iterable[Delta]) -> Whole:
     made = tuple(replace(pieces[0], arguments="".join([piece.arguments for piece in pieces]))
                  for pieces in calls.values())
     message = Message("assistant", "".join(texts), made, reasoning_content="".join(thoughts))
-    return Whole(message, finish, usage)
+    return CompleteAnswer(message, finish, usage)

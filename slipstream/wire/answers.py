@@ -85,7 +85,7 @@ class Taken:
 
 FLOWS: dict[int, Flow] = {flow.value: flow for flow in Flow}
 TAKEN = Taken()
-MAX_FRAME_ITEMS = 4096  # the event loop takes some microseconds for each
+MAX_ANSWER_ITEMS = 4096  # the event loop takes some microseconds for each
 
 RequestContent = Request | bool | Flow | SlipstreamError  # a start, whether to speculate, flow; a bad item's error
 ResponseContent = Taken | Piece | ErrorReport
@@ -108,8 +108,8 @@ def decode_answer_requests(data: bytes) -> Iterator[tuple[int, RequestContent]]:
     """(answer number, content) of each item. Raises RemoteProtocolError; for a bad item, its error is the content."""
     wire = target_pb2.GenerateManyRequest()
     parse(wire, data, "frame")
-    require(len(wire.items) <= MAX_FRAME_ITEMS, "items",
-            f"a frame has at most {MAX_FRAME_ITEMS}, this one {len(wire.items)}")
+    require(len(wire.items) <= MAX_ANSWER_ITEMS, "items",
+            f"a frame has at most {MAX_ANSWER_ITEMS}, this one {len(wire.items)}")
     for item in wire.items:
         try:
             yield item.answer, _request_content(item)
@@ -274,11 +274,11 @@ def decode_info(data: bytes) -> TargetInfo:
 
 
 def joined_frames(items: Sequence[bytes], max_bytes: int) -> Iterator[bytes]:
-    """``items`` in order, concatenated to frames of at most ``max_bytes`` and MAX_FRAME_ITEMS; a longer item is a frame
-    of its own."""
+    """``items`` in order, concatenated to frames of at most ``max_bytes`` and MAX_ANSWER_ITEMS; a longer item is a
+    frame of its own."""
     first, size = 0, 0
     for number, item in enumerate(items):
-        if number > first and (size + len(item) > max_bytes or number - first == MAX_FRAME_ITEMS):
+        if number > first and (size + len(item) > max_bytes or number - first == MAX_ANSWER_ITEMS):
             yield b"".join(items[first:number])
             first, size = number, 0
         size += len(item)

@@ -33,7 +33,7 @@ from typing import Any, Generic, TypeVar
 from urllib.parse import urlsplit
 
 from slipstream.base.errors import CapacityError, Draining, InvalidRequest, SlipstreamError, TooLarge, Unavailable
-from slipstream.protocol.chat import MAX_BODY_BYTES, Begun, ChatOptions, Delta, Function, Message, ToolCall
+from slipstream.protocol.chat import MAX_BODY_BYTES, ChatOptions, Delta, Function, Message, PartialAnswer, ToolCall
 from slipstream.wire.channel import INFERENCE_SERVICE, RULES, open_channel, open_sync_channel
 from slipstream.wire.inference import decode_delta, decode_models, encode_chat, encode_complete
 from slipstream.wire.status import translated_errors
@@ -76,7 +76,7 @@ class ResumableAnswer:
 
     def request(self) -> bytes:
         """The request for the rest of the answer."""
-        begun = Begun(self._identity, tuple(self._tokens)) if self._tokens else None
+        begun = PartialAnswer(self._identity, tuple(self._tokens)) if self._tokens else None
         return self._encode(replace(self._options, begun=begun))
 
     def receive(self, delta: Delta) -> Delta:

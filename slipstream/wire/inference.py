@@ -35,15 +35,15 @@ from slipstream.protocol.chat import (
     MAX_CALLS,
     MAX_ITEMS,
     MAX_PROMPT_IDS,
-    MAX_STOP_IDS,
+    MAX_REQUESTED_STOP_TOKEN_IDS,
     MAX_STOPS,
     MAX_TOOLS,
     STALL_S,
-    Begun,
     ChatOptions,
     Delta,
     Function,
     Message,
+    PartialAnswer,
     PromptToken,
     TextToken,
     ToolCall,
@@ -68,7 +68,7 @@ Ts = TypeVarTuple("Ts")
 TopTokens = tuple[tuple[int, str, float], ...]  # id, text and natural log
 # Repeated fields of options -> the most items of one request.
 LIST_LIMITS = {"stop": MAX_STOPS, "allowed_token_ids": MAX_ALLOWED, "bad_words": MAX_BAD_WORD_STRINGS,
-               "stop_token_ids": MAX_STOP_IDS}
+               "stop_token_ids": MAX_REQUESTED_STOP_TOKEN_IDS}
 # Repeated fields, messages and enumerations.
 NOT_SCALAR = (*LIST_LIMITS, "logit_bias", "begun", "grammar", "logprobs_mode", "tools")
 SCALARS = tuple(field.name for field in fields(ChatOptions) if field.name not in NOT_SCALAR)
@@ -186,7 +186,7 @@ def _read_options(wire: inference_pb2.Options) -> ChatOptions:
     values |= {name: tuple(getattr(wire, name)) for name in LIST_LIMITS}
     return ChatOptions(
         **values, logit_bias=tuple(sorted(wire.logit_bias.items())),
-        begun=Begun(wire.begun.identity, array("i", wire.begun.tokens)) if wire.HasField("begun") else None,
+        begun=PartialAnswer(wire.begun.identity, array("i", wire.begun.tokens)) if wire.HasField("begun") else None,
         grammar=decode_grammar(wire.grammar) if wire.HasField("grammar") else None,
         logprobs_mode=decode_logprobs_mode(wire.logprobs_mode) if wire.logprobs_mode else None,
         tools=tuple(from_message(Function, function) for function in wire.tools))
