@@ -158,9 +158,9 @@ class Connection:
         self._address = address
         self._tls = tls
         self._stamp = tls.stamp() if tls is not None else None
-        self._lane = Lane(open_channel(address, tls))
+        self._lane = Lane(open_channel(address, tls))  # of new calls
         self._checked_s = time.monotonic()
-        self._replaced: set[Lane] = set()
+        self._lanes = {self._lane}  # that are open
         self._closing: set[asyncio.Task[None]] = set()
         self._log = logger("wire", address=address)
 
@@ -177,9 +177,7 @@ class Connection:
 
     def end(self, lane: Lane) -> None:
         lane.calls -= 1
-        if lane in self._replaced and lane.calls == 0:
-            self._replaced.discard(lane)
-            self._close(lane)
+        self._close_unused(lane)
 
     def open_lane(self) -> Lane | None:
         """A new lane to the server to which the name resolves now; the caller must ``use`` or close it. None: the
@@ -194,13 +192,11 @@ class Connection:
     def use(self, lane: Lane) -> None:
         """New calls go to ``lane``."""
         old, self._lane = self._lane, lane
-        if old.calls == 0:
-            self._close(old)
-        else:
-            self._replaced.add(old)
+        self._lanes.add(lane)
+        self._close_unused(old)
 
     async def aclose(self) -> None:
-        for lane in (self._lane, *self._replaced):
+        for lane in list(self._lanes):
             await lane.channel.close()
         await asyncio.gather(*self._closing)
 
@@ -219,7 +215,10 @@ class Connection:
         self._log.info("certificates replaced: new calls take a new connection", running=self._lane.calls)
         self.use(lane)
 
-    def _close(self, lane: Lane) -> None:
+    def _close_unused(self, lane: Lane) -> None:
+        if lane is self._lane or lane.calls:
+            return
+        self._lanes.discard(lane)
         task = asyncio.get_running_loop().create_task(lane.channel.close())
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
