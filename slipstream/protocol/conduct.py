@@ -122,17 +122,17 @@ class FaultRate:
 
 
 class Exclusion:
-    """Pauses of one peer, over all its streams."""
+    """Pauses of one peer, over all its streams. ``until_s``: when the latest one ends."""
 
-    __slots__ = ("_breaches", "_broke_s")
+    __slots__ = ("_breaches", "until_s")
 
     def __init__(self) -> None:
-        self._breaches, self._broke_s = 0, 0.0
+        self._breaches, self.until_s = 0, 0.0
 
     def breach(self, now_s: float) -> float:
         """The peer broke the protocol. Returns for how many seconds it is not used."""
-        if now_s - self._broke_s > FORGIVE_AFTER_S:
+        if now_s - self.until_s > FORGIVE_AFTER_S:
             self._breaches = 0
         pause_s = min(FIRST_PAUSE_S * 2.0**self._breaches, MAX_PAUSE_S)
-        self._breaches, self._broke_s = min(self._breaches + 1, 16), now_s + pause_s
+        self._breaches, self.until_s = min(self._breaches + 1, 16), now_s + pause_s
         return pause_s

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -41,6 +41,14 @@ MAX_HOSTS = 256  # hosts whose breaches and last problems are remembered
 DRAIN_S = 0.25  # from the beginning of a drain to the end of streams: the engine thread gives its sessions up
 
 
+@dataclass(slots=True)
+class Host:
+    """What is remembered of a host: its breaches, and the problem that ended its last stream."""
+
+    exclusion: Exclusion = field(default_factory=Exclusion)
+    last_problem: str = ""
+
+
 class DraftServicer:
     """DraftService: hands what targets send to ``events``."""
 
@@ -56,8 +64,7 @@ class DraftServicer:
         self._hosts: dict[asyncio.Timeout, str] = {}  # host of each stream (by its deadline), the oldest stream first
         self._num_connected = 0
         self._on_connected = on_connected
-        self._pauses: dict[str, tuple[Exclusion, float]] = {}  # by host: its breaches, paused until
-        self._last_problems: dict[str, str] = {}  # by host: the problem that ended its last stream
+        self._known_hosts: dict[str, Host] = {}
         self._draining = asyncio.Event()
         self._log = logger("wire")
 
@@ -80,17 +87,14 @@ class DraftServicer:
             no_hello = RemoteProtocolError("hello", f"none within {self._rules.handshake_s:g} s")
             await abort(context, CapacityError("another host has this place now") if deadline.expired() else no_hello)
         except SlipstreamError as error:
-            log = self._log.warning if self._is_new_problem(host_of(context), str(error)) else self._log.debug
-            log("target stream ended", target=context.peer(), problem=str(error))
-            if isinstance(error, RemoteProtocolError) and not isinstance(error, PairingError):
-                self._leave_alone(host_of(context))
+            self._remember(context, error)
             await abort(context, error)
 
     async def _serve(self, context: Context, deadline: asyncio.Timeout) -> None:
         if self._draining.is_set():
             raise Draining("this draft service is shutting down")
-        _, until_s = self._pauses.get(host_of(context), (None, 0.0))
-        if (remaining_s := until_s - asyncio.get_running_loop().time()) > 0.0:
+        host = self._known_hosts.get(host_of(context)) or Host()
+        if (remaining_s := host.exclusion.until_s - asyncio.get_running_loop().time()) > 0.0:
             raise CapacityError("a stream from there broke the protocol", retry_after_s=remaining_s)
         self._admit(deadline, host_of(context))
         async with asyncio.timeout(self._rules.handshake_s):
@@ -104,7 +108,7 @@ class DraftServicer:
         try:
             await context.write(encode_draft_hello(hello))
             self._log.info("target connected", target=peer.name, model=target.model_id)
-            self._last_problems.pop(host_of(context), None)
+            host.last_problem = ""
             pumps = Pumps(encode_draft_frames, decode_target_frame, hello.incarnation, FrameLimits.of(target, hello),
                           self._rules.message_bytes, self.counts, peer, partial(self._events.received, peer),
                           is_full=partial(self._events.inbox_full, peer))
@@ -127,22 +131,20 @@ class DraftServicer:
             oldest.reschedule(asyncio.get_running_loop().time())
         self._hosts[deadline] = host
 
-    def _is_new_problem(self, host: str, problem: str) -> bool:
-        """Whether its last stream ended with another problem: a target that does not fit tries every ten seconds."""
-        last_problem = self._last_problems.pop(host, "")
-        if len(self._last_problems) >= MAX_HOSTS:
-            del self._last_problems[next(iter(self._last_problems))]
-        self._last_problems[host] = problem
-        return problem != last_problem
-
-    def _leave_alone(self, host: str) -> None:
-        now_s = asyncio.get_running_loop().time()
-        absence, _ = self._pauses.pop(host, (Exclusion(), 0.0))
-        if len(self._pauses) >= MAX_HOSTS:
-            del self._pauses[next(iter(self._pauses))]
-        pause_s = absence.breach(now_s)
-        self._pauses[host] = absence, now_s + pause_s
-        self._log.warning("target left alone", target=host, seconds=pause_s)
+    def _remember(self, context: Context, error: SlipstreamError) -> None:
+        """The stream ended with ``error``, which is a warning once: a target that does not fit tries every ten
+        seconds."""
+        name = host_of(context)
+        host = self._known_hosts.pop(name, None) or Host()
+        if len(self._known_hosts) >= MAX_HOSTS:
+            del self._known_hosts[next(iter(self._known_hosts))]
+        self._known_hosts[name] = host
+        log = self._log.debug if str(error) == host.last_problem else self._log.warning
+        log("target stream ended", target=context.peer(), problem=str(error))
+        host.last_problem = str(error)
+        if isinstance(error, RemoteProtocolError) and not isinstance(error, PairingError):
+            pause_s = host.exclusion.breach(asyncio.get_running_loop().time())
+            self._log.warning("target left alone", target=name, seconds=pause_s)
 
     def _count_connected(self, change: int) -> None:
         self._num_connected += change
