@@ -30,13 +30,13 @@ from slipstream.base.clients import ClientTracker
 from slipstream.base.config import WireSection
 from slipstream.base.errors import ConfigError
 from slipstream.wire.channel import RULES, ConnectionRules, host_of, server_options
+from slipstream.wire.fields import MAX_NAME
 from slipstream.wire.tls import NameGuard, TlsFiles, server_credentials
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 MAX_ASKING, ASK_S = 64, 5.0  # calls whose health request has not arrived yet, and how long it may take
 MAX_WATCHING, MAX_WATCHING_EACH = 1024, 128  # watches of the health, in all and from one address
-MAX_NAME = 256  # letters of a service's name in a health request
 NEVER_S = 1e9  # a time that does not end
 
 

@@ -4,7 +4,7 @@ The target's end, where a Backend answers whoever calls:
 1. Errors cross the wire as the class that was raised. An answer's errors are its own; only bytes that are no frame, and
    a number used twice, end the call.
 2. All items that wait at one moment leave as one frame.
-3. The pieces of an answer on hold, and of all answers while more than MAX_WAITING bytes wait to be sent, stay in the
+3. The pieces of an answer on hold, and of all answers while more than MAX_WAITING_BYTES wait to be sent, stay in the
    backend.
 4. When a call ends, all its answers are closed. After ``drain`` a call refuses new answers and ends by itself after the
    last one.
@@ -57,8 +57,8 @@ from slipstream.wire.link import ByteStream, first_completed
 from slipstream.wire.status import Context, ErrorReport, abort, log_bug, translated_errors
 from slipstream.wire.tls import TlsFiles
 
-MAX_BYTES = 1 << 20  # of a frame, unless a single item is longer
-MAX_WAITING = 1 << 20
+MAX_FRAME_BYTES = 1 << 20  # unless a single item is longer
+MAX_WAITING_BYTES = 1 << 20
 HOLD_AT, RESUME_AT = 256, 64  # unread pieces of one answer
 CONNECT_S = 5.0
 SUCCESSOR_TIMEOUT_S = 1.0  # for GetInfo of a possible successor of a target that drains or is unreachable
@@ -230,7 +230,7 @@ class AnswerCall:
         item = encode_answer_response(number, content)
         self._outgoing.append(item)
         self._outgoing_bytes += len(item)
-        if self._outgoing_bytes > MAX_WAITING:
+        if self._outgoing_bytes > MAX_WAITING_BYTES:
             self._has_room.clear()
         self._filled.set()
 
@@ -239,7 +239,7 @@ class AnswerCall:
             await self._filled.wait()
             self._filled.clear()
             items, self._outgoing, self._outgoing_bytes = self._outgoing, [], 0
-            for frame in joined_frames(items, MAX_BYTES):
+            for frame in joined_frames(items, MAX_FRAME_BYTES):
                 await stream.write(frame)
             self._has_room.set()
 
@@ -417,7 +417,7 @@ class AnswerStream:
                 await self._filled.wait()
                 self._filled.clear()
                 outgoing, self._outgoing = self._outgoing, []
-                for frame in joined_frames([item for _, item in outgoing], MAX_BYTES):
+                for frame in joined_frames([item for _, item in outgoing], MAX_FRAME_BYTES):
                     await self._call.write(frame)
         except asyncio.InvalidStateError:
             await asyncio.get_running_loop().create_future()  # the call has ended: the reader gets the reason
