@@ -16,6 +16,7 @@ It knows nothing about the content of requests.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import TypeVar
@@ -28,6 +29,7 @@ T = TypeVar("T")
 MAX_WAITING = 1024
 SLOW_S = 0.5
 SMALLEST = 1024
+ENDED = math.inf
 FULL = "this server holds as many requests as it can; try again later"
 
 
@@ -39,9 +41,9 @@ class Bodies:
         self._free, self._max_message_bytes = max_bytes, max_message_bytes
         self._max_waiting, self._slow_s = max_waiting, slow_s
         self._small_bytes, self._min_arriving = max_bytes // SMALLEST, max_bytes // 8 // max_message_bytes
-        self._num_arriving = 0
-        self._waiting: list[asyncio.Future[None]] = []
-        self._arriving: dict[asyncio.Timeout, float] = {}  # since when each arrives, the oldest first
+        self._waiting: dict[asyncio.Timeout, asyncio.Future[None]] = {}  # for room, the newest last
+        # Since when each arrives, the oldest first; ENDED: it makes room.
+        self._arriving: dict[asyncio.Timeout, float] = {}
 
     @asynccontextmanager
     async def held(self, read: Callable[[], Awaitable[object]], within_s: float,
@@ -59,65 +61,55 @@ class Bodies:
             self._release(size)
 
     async def _read(self, read: Callable[[], Awaitable[object]], within_s: float) -> bytes:
-        reserved, reserved_bytes = False, 0
+        size = 0
         try:
-            async with asyncio.timeout(within_s) as timeout:
-                await self._wait_for_room()
-                reserved, reserved_bytes = True, self._max_message_bytes
-                self._arriving[timeout] = asyncio.get_running_loop().time()
+            async with asyncio.timeout(within_s) as deadline:
+                await self._wait_for_room(deadline)
                 data = await read()
             if not isinstance(data, bytes):
                 raise InvalidRequest("request", "is missing")
             if len(data) > self._small_bytes and self._free + self._max_message_bytes < len(data):
                 raise CapacityError(FULL)
-            reserved_bytes -= len(data)
+            size = len(data)
             return data
         except TimeoutError:
-            if timeout in self._arriving:
+            if self._arriving.get(deadline, ENDED) != ENDED:
                 raise InvalidRequest("request", f"did not arrive within {within_s:g} s") from None
             raise CapacityError(FULL) from None
         finally:
-            self._arriving.pop(timeout, None)
-            self._num_arriving -= reserved
-            self._release(reserved_bytes)
+            self._waiting.pop(deadline, None)
+            if self._arriving.pop(deadline, None) is not None:
+                self._release(self._max_message_bytes - size)
 
-    async def _wait_for_room(self) -> None:
+    async def _wait_for_room(self, deadline: asyncio.Timeout) -> None:
         if self._has_room():
-            self._reserve()
+            self._begin(deadline)
             return
         if len(self._waiting) >= self._max_waiting:
             raise CapacityError(FULL)
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting.append(turn)
-        try:
-            while not turn.done():
-                self._end_slow()
-                await asyncio.wait([turn], timeout=self._slow_s)
-        except asyncio.CancelledError:
-            if turn.done():
-                self._num_arriving -= 1
-                self._release(self._max_message_bytes)
-            else:
-                self._waiting.remove(turn)
-            raise
+        turn = self._waiting[deadline] = asyncio.get_running_loop().create_future()
+        while not turn.done():
+            self._end_slow()
+            await asyncio.wait([turn], timeout=self._slow_s)
 
     def _release(self, num_bytes: int) -> None:
         self._free += num_bytes
         while self._waiting and self._has_room():
-            self._reserve()
-            self._waiting.pop().set_result(None)
+            deadline, turn = self._waiting.popitem()
+            self._begin(deadline)
+            turn.set_result(None)
 
     def _has_room(self) -> bool:
         """Whether one more request may arrive."""
-        return self._free >= self._max_message_bytes or self._num_arriving < self._min_arriving
+        return self._free >= self._max_message_bytes or len(self._arriving) < self._min_arriving
 
-    def _reserve(self) -> None:
+    def _begin(self, deadline: asyncio.Timeout) -> None:
         self._free -= self._max_message_bytes
-        self._num_arriving += 1
+        self._arriving[deadline] = asyncio.get_running_loop().time()
 
     def _end_slow(self) -> None:
         now_s = asyncio.get_running_loop().time()
-        for timeout, since_s in list(self._arriving.items())[:1]:
-            if now_s - since_s >= self._slow_s and not timeout.expired():
-                del self._arriving[timeout]
-                timeout.reschedule(now_s)
+        oldest = next((deadline for deadline, since_s in self._arriving.items() if since_s != ENDED), None)
+        if oldest is not None and now_s - self._arriving[oldest] >= self._slow_s and not oldest.expired():
+            self._arriving[oldest] = ENDED
+            oldest.reschedule(now_s)
