@@ -26,7 +26,7 @@ from slipstream.following.chains import GREEDY, SWITCH, Row
 from slipstream.observe.log import logger
 from slipstream.observe.spans import HEADER
 from slipstream_vllm.features import Batch, FinalNorm
-from slipstream_vllm.proposer import Proposer
+from slipstream_vllm.remote import RemoteDrafter
 from slipstream_vllm.sampling import ChoiceRequest, KeyedSampling, refusal
 from slipstream_vllm.signals import patch as patch_signals
 
@@ -59,7 +59,7 @@ def patch() -> None:
     def propose_draft_token_ids(self: Any, scheduler_output: Any, sampled_token_ids: Any, sampling_metadata: Any,
                                 hidden_states: Any, sample_hidden_states: Any, aux_hidden_states: Any, *args: Any,
                                 **kwargs: Any) -> Any:
-        if not isinstance(self.drafter, Proposer):
+        if not isinstance(self.drafter, RemoteDrafter):
             return inner(self, scheduler_output, sampled_token_ids, sampling_metadata, hidden_states,
                          sample_hidden_states, aux_hidden_states, *args, **kwargs)
         if not self.drafter.connects:
@@ -134,7 +134,7 @@ def _patch_reach(runner: Any) -> None:
     inner = runner._input_fits_in_drafter
 
     def fits(self: Any, common_attn_metadata: Any) -> bool:
-        if isinstance(self.drafter, Proposer):
+        if isinstance(self.drafter, RemoteDrafter):
             return common_attn_metadata is not None
         return bool(inner(self, common_attn_metadata))
 
@@ -181,7 +181,7 @@ def patch_seeds(runner: Any) -> None:
 def keyed_of(runner: Any) -> KeyedSampling | None:
     """The keyed sampling of ``runner``; None: vLLM chooses alone."""
     drafter = getattr(runner, "drafter", None)
-    if not isinstance(drafter, Proposer) or not drafter.keyed:
+    if not isinstance(drafter, RemoteDrafter) or not drafter.keyed:
         return None
     if drafter.chooser is None:
         if why := refusal(runner.vllm_config):
@@ -190,8 +190,7 @@ def keyed_of(runner: Any) -> KeyedSampling | None:
             return None
         drafter.chooser = KeyedSampling(runner.sampler, runner.rejection_sampler, runner.model_config.seed,
                                         runner.input_batch.vocab_size)
-    chooser: KeyedSampling = drafter.chooser
-    return chooser
+    return drafter.chooser
 
 
 def choice_requests(runner: Any, keyed: KeyedSampling, spec: Any) -> list[ChoiceRequest]:
@@ -211,7 +210,7 @@ def _patch_ends(runner: Any) -> None:
 
     def _update_states(self: Any, scheduler_output: Any) -> Any:
         drafter = getattr(self, "drafter", None)
-        if scheduler_output.finished_req_ids and isinstance(drafter, Proposer):
+        if scheduler_output.finished_req_ids and isinstance(drafter, RemoteDrafter):
             drafter.chains.close_finished(scheduler_output.finished_req_ids)
         return inner(self, scheduler_output)
 
@@ -224,23 +223,19 @@ def rows_of(runner: Any, scheduler_output: Any, sampled: list[list[int]]) -> lis
     batch, verified, keyed = runner.input_batch, scheduler_output.scheduled_spec_decode_tokens, keyed_of(runner)
     count, requests, longest = len(batch.req_ids), runner.requests, runner.max_model_len
     scheduled = scheduler_output.num_spec_tokens_to_schedule  # fewer in large batches, if vLLM is told so
-    right = runner.device.type != "cpu"  # as vLLM verifies drafts of sampled requests
-    able, texts = right or keyed is not None, batch.token_ids_cpu
+    verifiable = runner.device.type != "cpu" or keyed is not None  # drafts of sampled requests, too
+    texts = batch.token_ids_cpu
     facts = zip(batch.req_ids, sampled, batch.num_tokens_no_spec[:count].tolist(),
                 batch.num_prompt_tokens[:count].tolist(), strict=True)
     rows = list[Row]()
     for index, (request, new, length, prompt) in enumerate(facts):
         params = requests[request].sampling_params
-        tokens = partial(text_of, texts, index, length, batch.vocab_size)
         drafted = len(verified[request]) if request in verified else 0
-        if params is None:
-            rows.append(Row(request, length, tuple(new), drafted, prompt, longest, tokens, right,
-                            max_drafted=scheduled))
-            continue
         most, extra, least = params.max_tokens, params.extra_args, prompt + params.min_tokens - length
         rows.append(Row(request, length, tuple(new), drafted, prompt,
-                        longest if most is None else min(prompt + most, longest), tokens,
-                        able or params.temperature == 0.0,
+                        longest if most is None else min(prompt + most, longest),
+                        partial(text_of, texts, index, length, batch.vocab_size),
+                        verifiable or params.temperature == 0.0,
                         GREEDY if keyed is None else keyed.cache.of(request, params)[0],
                         extra.get(SWITCH) if extra else None, None, extra.get(HEADER) if extra else None,
                         min(scheduled, least - 1) if least > 0 else scheduled, ends(params, new)))

@@ -27,10 +27,10 @@ class Links:
     """They run until the process ends."""
 
     def __init__(self, options: Options, hello: TargetHello, following: Following, metrics: TargetMetrics,
-                 check: Callable[[TargetHello, DraftHello], str] = check_pair, connects: bool = True) -> None:
-        """connects: whether to connect to drafts; else there are no links and no page. Raises ConfigError for
-        unreadable certificates, a taken port of the page, or the address of a Kubernetes service without a cluster."""
-        self._addresses, self._kubeconfig = options.drafts if connects else (), options.kubeconfig
+                 check: Callable[[TargetHello, DraftHello], str] = check_pair) -> None:
+        """Raises ConfigError for unreadable certificates, a taken port of the page, or the address of a Kubernetes
+        service without a cluster."""
+        self._addresses, self._kubeconfig = options.drafts, options.kubeconfig
         self._hello, self._following, self._metrics, self._check = hello, following, metrics, check
         self.expected = 0  # number of drafts that there should be
         self._tls = tls_files(options.tls)
@@ -40,7 +40,7 @@ class Links:
         self._vitals = Vitals("vllm")
         self._vitals.thread("slipstream-links", lambda: asyncio.run(self._run(started))).start()
         self._drafts = started.result()
-        if options.metrics_listen is not None and connects:
+        if options.metrics_listen is not None:
             self.page = MetricsServer(options.metrics_listen, metrics.registry, lambda: self.ready)
             self.page.start()
 

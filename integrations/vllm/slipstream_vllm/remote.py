@@ -17,7 +17,8 @@ import os
 import socket
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from slipstream.base.errors import ConfigError
 from slipstream.following.chains import Chains
@@ -28,12 +29,14 @@ from slipstream.protocol.requests import DraftStatus
 from slipstream_vllm.lines import configure_logging
 from slipstream_vllm.links import Links
 from slipstream_vllm.options import Options
-from slipstream_vllm.proposer import Proposer
 from slipstream_vllm.tokenizer import digest_of
 from slipstream_vllm.versions import adapt
 
+if TYPE_CHECKING:  # importing this package does not import torch
+    from slipstream_vllm.sampling import KeyedSampling
 
-class RemoteDrafter(Proposer):
+
+class RemoteDrafter:
     """The class that ``--speculative-config`` names. vLLM makes one object in each worker."""
 
     def __init__(self, vllm_config: Any) -> None:
@@ -42,8 +45,11 @@ class RemoteDrafter(Proposer):
         adapt()
         model, speculative = vllm_config.model_config, vllm_config.speculative_config
         options = Options.of((vllm_config.additional_config or {}).get("slipstream"))
-        self.connects = is_drafting_rank(vllm_config.parallel_config)  # rule 1
-        self.keyed, self.chooser = options.keyed, None
+        self.connects = is_drafting_rank(vllm_config.parallel_config)  # to drafts (rule 1)
+        if not self.connects:
+            options = replace(options, drafts=(), metrics_listen=None)
+        self.keyed = options.keyed  # whether keyed sampling is wanted; the adapter installs it as ``chooser``
+        self.chooser: KeyedSampling | None = None
         text, name = model.hf_text_config, str(model.served_model_name)  # as vLLM's own metrics call it
         hello = TargetHello(PROTOCOL_VERSION, 0, name, model.get_vocab_size(),
                             digest_of(str(model.tokenizer), getattr(model, "tokenizer_revision", None)),
@@ -56,7 +62,7 @@ class RemoteDrafter(Proposer):
         self.states = FeatureStore(taps, int(options.features_gb * (1 << 30))) if options.layers else None
         self.chains = Chains(options.section(speculative.num_speculative_tokens), metrics, states=self.states,
                              on_step=step_reporter())
-        self._links = Links(options, hello, self.chains.following, metrics, taps.check, self.connects)
+        self._links = Links(options, hello, self.chains.following, metrics, taps.check)
 
     @property
     def expected(self) -> int:
