@@ -182,7 +182,7 @@ class LoadedEngine:
     params: Callable[..., Any]
     refusal_errors: tuple[type[Exception], ...]
     served: ServedModel
-    has_drafts: bool  # whether it has drafts
+    has_drafts: bool
     keyed: bool  # whether a seed fixes a sampled answer
     cache_usage: CacheUsage
     reports: StepReports
@@ -198,26 +198,12 @@ class VllmAnswer:
     def __init__(self, loaded: LoadedEngine, name: str, request: Request, metrics: TargetMetrics,
                  spans: Spans | None, on_end: Callable[[VllmAnswer], None]) -> None:
         """on_end: called when the answer ends or is handed back. Raises InvalidRequest."""
-        self._engine, self._has_drafts, self._reports = loaded.engine, loaded.has_drafts, loaded.reports
-        self._name = name
-        self._refusals, self._keyed, self._trials = loaded.refusal_errors, loaded.keyed, loaded.trials
-        self._request = request
+        self._loaded, self._name, self._request = loaded, name, request
         self._span = None if spans is None else spans.begin(
             "target.answer", request.trace, prompt=len(request.tokens) - request.answered, answered=request.answered)
-        extra = {HEADER: self._span.parent} if self._span is not None and self._span.parent else {}
-        if not request.speculate:
-            extra[SWITCH] = PLAIN
-        more = {"extra_args": extra} if loaded.has_drafts and extra else {}
-
-        def made() -> Any:
-            arguments = parameters(request, loaded.keyed)
-            with self._naming_refusals():
-                return loaded.params(**arguments, **more)
-
-        self._make_params = made
         try:
             check(request, loaded.has_drafts, loaded.keyed, loaded.bounds)
-            self._params = made() if request.grammar is None else None  # which is read when it was tried
+            self._params = self._make_params() if request.grammar is None else None  # made once it was tried
         except Exception:
             if self._span is not None:
                 self._span.end(tokens=0, failed=1)
@@ -240,7 +226,7 @@ class VllmAnswer:
         """End it with Draining, if another target can continue it."""
         # Its tokens may still be behind its prompt's scores, or unread.
         begun = self._first_piece_sent or not self._outputs.empty()
-        if begun and not can_resume(self._request, self._keyed):
+        if begun and not can_resume(self._request, self._loaded.keyed):
             return
         self._outcome = "handed_back"
         self._on_end(self)  # whether its reader is quick or slow
@@ -258,10 +244,10 @@ class VllmAnswer:
         self._metrics.request(self._outcome)
         self._on_end(self)
         engine_id, self._engine_id = self._engine_id, ""
-        self._reports.forget(engine_id)
+        self._loaded.reports.forget(engine_id)
         if engine_id:
             with suppress(Exception):  # an engine that has ended; its reader is told so
-                await self._engine.abort(engine_id, internal=True)
+                await self._loaded.engine.abort(engine_id, internal=True)
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
         try:
@@ -278,64 +264,77 @@ class VllmAnswer:
                     piece = self._piece(output, completion)
                     if piece.finish:
                         self._outcome = piece.finish
-                        self._reports.forget(self._engine_id)
+                        self._loaded.reports.forget(self._engine_id)
                         self._engine_id = ""
                         await self.aclose()
                     yield piece
         except Exception as error:
             if self._outcome == "cancelled":
                 self._outcome = "failed"
-            if self._engine.errored:
+            if self._loaded.engine.errored:
                 raise Unavailable(ENDED) from error
             raise
         finally:
             await self.aclose()
 
     async def _begin(self) -> None:
+        engine, request = self._loaded.engine, self._request
         try:
-            if self._request.grammar is not None and self._trials is not None:
-                self._params = await self._trials.run_after_check(self._request.grammar, self._request.owner,
-                                                                  self._make_params)
+            if request.grammar is not None and self._loaded.trials is not None:
+                self._params = await self._loaded.trials.run_after_check(request.grammar, request.owner,
+                                                                         self._make_params)
             with self._naming_refusals():
-                collected = await self._engine.add_request(self._name, prompt(self._request), self._params)
+                collected = await engine.add_request(self._name, prompt(request), self._params)
         except SlipstreamError:
             self._outcome = "refused"
             raise
         except asyncio.CancelledError:  # it may be there already, and has not said what it calls it
             with suppress(Exception):
-                await self._engine.abort(self._name)
+                await engine.abort(self._name)
             raise
         self._engine_id = collected.request_id
-        self._reports.track(self._engine_id)
+        self._loaded.reports.track(self._engine_id)
         # Take each step's output separately: vLLM joins unread outputs, and then the counts of drafts are lost.
         collected.put = self._outputs.put_nowait
         if (early := collected.get_nowait()) is not None:
             self._outputs.put_nowait(early)
-        if self._allowed is not self._request.speculate:
+        if self._allowed is not request.speculate:
             self._send_allowed()
+
+    def _make_params(self) -> Any:
+        """vLLM's parameters. Raises InvalidRequest."""
+        arguments, extra = parameters(self._request, self._loaded.keyed), dict[str, str]()
+        if self._span is not None and self._span.parent:
+            extra[HEADER] = self._span.parent
+        if not self._request.speculate:
+            extra[SWITCH] = PLAIN
+        if self._loaded.has_drafts and extra:
+            arguments["extra_args"] = extra
+        with self._naming_refusals():
+            return self._loaded.params(**arguments)
 
     @contextmanager
     def _naming_refusals(self) -> Iterator[None]:
         try:
             yield
-        except self._refusals as error:
+        except self._loaded.refusal_errors as error:
             refused = field_of(getattr(error, "parameter", None), self._request)
             raise InvalidRequest(refused, f"vLLM refuses it: {error}") from error
 
     @property
     def _state(self) -> State:
-        return "speculate" if self._has_drafts and self._allowed else "plain"
+        return "speculate" if self._loaded.has_drafts and self._allowed else "plain"
 
     def _send_allowed(self) -> None:
         """Tell the workers whether they may draft for it."""
-        if self._engine_id and self._has_drafts:
+        if self._engine_id and self._loaded.has_drafts:
             task = asyncio.get_running_loop().create_task(self._call_allow(self._engine_id, self._allowed))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
     async def _call_allow(self, engine_id: str, allowed: bool) -> None:
         with suppress(Exception):  # an engine that has ended tells its answers so
-            await self._engine.collective_rpc(ALLOW, args=(engine_id, allowed))
+            await self._loaded.engine.collective_rpc(ALLOW, args=(engine_id, allowed))
 
     def _piece(self, output: Any, completion: Any) -> Piece:
         wanted = self._request.max_tokens > 0
@@ -343,7 +342,8 @@ class VllmAnswer:
         ranked = chosen_logprobs(tokens, completion.logprobs, self._request.top_logprobs) if wanted else ()
         piece = Piece(tokens, max(0, len(tokens) - 1), 0, ranked, state=self._state)
         self._tokens += len(tokens)
-        if (found := self._reports.take(self._engine_id, len(self._request.tokens) + self._tokens)) is not None:
+        found = self._loaded.reports.take(self._engine_id, len(self._request.tokens) + self._tokens)
+        if found is not None:
             step, report = found
             self._looked_up += report.looked_up and report.drafted > 0
             piece = piece._replace(drafted=report.drafted, verify_s=step.seconds, wait_s=report.waited_s,

@@ -227,22 +227,22 @@ def params_of() -> Callable[..., Any]:
     """The function that makes vLLM's ``SamplingParams`` from the values of ``vllm_words.parameters``."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
-    class Asked(SamplingParams):  # type: ignore[misc]
+    class RequestParams(SamplingParams):  # type: ignore[misc]
         def update_from_generation_config(self, *given: Any, **named: Any) -> None:
             """Skip it where ends are ignored: vLLM would still forbid its tokenizer's end tokens before ``min_tokens``.
             The wanted ones are among the stop tokens already."""
             if not self.ignore_eos:
                 SamplingParams.update_from_generation_config(self, *given, **named)
 
-    def params(structured_outputs: Mapping[str, Any] | None, bad_words: list[list[int]], **asked: Any) -> Any:
-        bound = None if structured_outputs is None else StructuredOutputsParams(**structured_outputs)
-        made = Asked(output_kind=RequestOutputKind.DELTA, detokenize=False, structured_outputs=bound,
-                     flat_logprobs=asked["prompt_logprobs"] is not None, **asked)
+    def make(structured_outputs: Mapping[str, Any] | None, bad_words: list[list[int]], **others: Any) -> Any:
+        grammar = None if structured_outputs is None else StructuredOutputsParams(**structured_outputs)
+        params = RequestParams(output_kind=RequestOutputKind.DELTA, detokenize=False, structured_outputs=grammar,
+                               flat_logprobs=others["prompt_logprobs"] is not None, **others)
         if bad_words:  # set afterwards: vLLM would tokenize words, but these are tokens already
-            made._bad_words_token_ids = bad_words
-        return made
+            params._bad_words_token_ids = bad_words
+        return params
 
-    return params
+    return make
 
 
 def _bounds(running: Any) -> Bounds:
