@@ -9,6 +9,7 @@ a target on each in turn.
 from __future__ import annotations
 
 import argparse
+import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -18,7 +19,7 @@ from rich.progress import track
 
 from bench.asking import TimedAnswer, ask, builtin_questions, read_questions
 from bench.fleet import LOGS, target_with_draft
-from bench.report import Row, exit_on_error, number, run_or_exit, write
+from bench.report import Row, exit_on_error, number, write
 from router_service.text.tokens import TextCodec
 from slipstream.base.config import ModelSection
 from slipstream.models.folder import resolve
@@ -97,7 +98,7 @@ def main() -> None:
     arguments = parser.parse_args()
     sets = builtin_questions() if not arguments.prompts else {
         arguments.set: read_questions(arguments.prompts, arguments.set, arguments.count)}
-    rows = run_or_exit(run(sets, arguments.dtype, arguments.max_tokens, arguments.kernels))
+    rows = asyncio.run(run(sets, arguments.dtype, arguments.max_tokens, arguments.kernels))
     write("exact", rows, "bench-exact: speculation as configured by default, over gRPC, against plain decoding")
     print(f"{sum(number(row, 'different') for row in rows):.0f} answers differ")
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
@@ -26,7 +24,6 @@ FOLDER = Path("build/bench")
 
 Cell = str | float | int | bool
 Row = Mapping[str, Cell]
-Result = TypeVar("Result")
 
 
 def number(row: Row, name: str) -> float:
@@ -35,18 +32,9 @@ def number(row: Row, name: str) -> float:
     return float(value)
 
 
-def run_or_exit(work: Coroutine[Any, Any, Result]) -> Result:
-    """Run ``work`` and return its result; an error of ours ends the process with its sentence."""
-    try:
-        return asyncio.run(work)
-    except SlipstreamError as error:
-        print_error(error)
-        sys.exit(1)
-
-
 @contextmanager
 def exit_on_error() -> Iterator[None]:
-    """As ``run_or_exit`` for code without coroutines, as a context or a decorator."""
+    """For a ``main``: an error of ours ends the process with its sentence."""
     try:
         yield
     except SlipstreamError as error:

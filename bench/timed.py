@@ -1,7 +1,7 @@
 """Timed devices as processes, a network between them, and readers of their answers.
 
 ``python -m bench.timed ROLE TIMING --set …`` is one of them, a composition root. ROLE is target, draft, or colocated: a
-target whose drafter is in the same process and on the same device; TIMING is what ``timing_to_json`` gives.
+target whose drafter is in the same process and on the same device; TIMING is a Timing as JSON.
 ``timed_services`` starts as many as a benchmark needs. It knows nothing about what is measured.
 """
 
@@ -36,7 +36,7 @@ from target_service.__main__ import host as host_target
 from target_service.assembly import assemble as assemble_target
 
 SETTLE_S = 2.0  # and a hundredth for each stream
-TIMING = TypeAdapter(Timing)
+TIMING_JSON = TypeAdapter(Timing)  # to and from an argument of a process
 
 
 @dataclass(slots=True)
@@ -90,16 +90,6 @@ def stream_prompt(stream: int) -> tuple[int, int]:
     return token, token
 
 
-def timing_to_json(timing: Timing) -> str:
-    """``timing`` as an argument of a process; see ``timing_from_json``."""
-    return TIMING.dump_json(timing).decode()
-
-
-def timing_from_json(text: str) -> Timing:
-    """The Timing of an argument that ``timing_to_json`` made."""
-    return TIMING.validate_json(text)
-
-
 def timed_services(timing: Timing, targets: int = 1, drafts: int = 1, rtt_ms: float | None = None,
                    settings: Sequence[str] = (), role: str = "target",
                    traces: Mapping[str, Path] | None = None) -> AbstractAsyncContextManager[Services]:
@@ -111,7 +101,7 @@ def timed_services(timing: Timing, targets: int = 1, drafts: int = 1, rtt_ms: fl
     def process(role: str, number: int, *own: str) -> Process:
         trace = (f"log.trace={traces[role]}",) if traces else ()
         return service("draft" if role == "draft" else "target", f"timed-{role}-{number}", LOGS,
-                       (*settings, *own, *trace), "bench.timed", (role, timing_to_json(timing)))
+                       (*settings, *own, *trace), "bench.timed", (role, TIMING_JSON.dump_json(timing).decode()))
 
     def reached(draft: Process) -> str:
         if rtt_ms is None:
@@ -168,7 +158,7 @@ async def serve_target(config: Config, timing: Timing, stop: asyncio.Event, read
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("role", choices=("target", "draft", "colocated"))
-    parser.add_argument("timing", type=timing_from_json)
+    parser.add_argument("timing", type=TIMING_JSON.validate_json)
     parser.add_argument("--set", action="append", default=[], dest="overrides")
     arguments = parser.parse_args()
     # A timed device's tokens are no real text, so repetitions in it must not be looked up.

@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from bench.fleet import Process, free_port
-from bench.timed import timing_to_json
+from bench.timed import TIMING_JSON
 from slipstream.protocol.requests import Request, Sampling
 from slipstream.simulate.timed import STREAMS, SYMBOLS, Timing
 from slipstream.wire.target import TargetClient
@@ -48,7 +48,7 @@ class Fleet:
                         f"target.drafts=[{known}]", "target.slots=32768", "draft.run_ahead=40")
             (self.drafts if role == "draft" else self.targets).append(
                 Process("bench.timed", settings, metrics, self.folder / f"{number}.log",
-                        (role, timing_to_json(TIMING))))
+                        (role, TIMING_JSON.dump_json(TIMING).decode())))
         self.clients = [TargetClient(f"127.0.0.1:{listen}") for listen, _ in ports[DRAFTS:]]
 
     async def total(self, name: str, **labels: str) -> float:

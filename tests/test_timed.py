@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from bench.delayed import exact_loop, relay
-from bench.timed import timing_from_json, timing_to_json
+from bench.timed import TIMING_JSON
 from bench.traffic.fallback import run_fallback
 from slipstream.base.config import Config, load
 from slipstream.base.errors import ConfigError
@@ -56,7 +56,7 @@ def test_a_step_is_flat_and_then_grows_with_its_rows() -> None:
 
 
 def test_timings_travel_as_an_argument() -> None:
-    assert timing_from_json(timing_to_json(QUICK)) == QUICK
+    assert TIMING_JSON.validate_json(TIMING_JSON.dump_json(QUICK)) == QUICK
     with pytest.raises(ConfigError, match="acceptance"):
         Timing(acceptance=(0.9, 0.2))
 

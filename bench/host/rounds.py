@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 
 from bench.fleet import LOGS, Process
-from bench.report import Row, run_or_exit, write
+from bench.report import Row, exit_on_error, write
 from bench.timed import streaming, timed_services
 from slipstream.simulate.timed import Timing
 
@@ -89,11 +89,12 @@ async def measured(streams: int, seconds: float, timing: Timing) -> dict[str, fl
     return found
 
 
+@exit_on_error()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=5.0, help="of each number of streams")
     seconds, timing = parser.parse_args().seconds, Timing()
-    found = {streams: run_or_exit(measured(streams, seconds, timing)) for streams in STREAMS}
+    found = {streams: asyncio.run(measured(streams, seconds, timing)) for streams in STREAMS}
     rows: list[Row] = [{"part": name, **{f"{streams}_streams": took[name] for streams, took in found.items()}}
                        for name in found[STREAMS[0]]]
     write("rounds", rows, "a round of so many streams on timed devices, microseconds")

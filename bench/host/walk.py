@@ -36,11 +36,11 @@ from types import FrameType
 
 from anyio.from_thread import start_blocking_portal
 
-from bench.report import Row, write
+from bench.report import Row, exit_on_error, write
 from draft_service.assembly import build as build_draft
 from router_service.service import RouterService
 from slipstream.base.config import Config, WireSection, load
-from slipstream.base.errors import SlipstreamError, Unavailable
+from slipstream.base.errors import Unavailable
 from slipstream.cli.host import QUESTIONS
 from slipstream.models.folder import resolve_drafter
 from slipstream.observe.log import configure
@@ -268,17 +268,15 @@ def config_of(*overrides: str) -> Config:
     return resolve_drafter(load(None, (*FREE_PORTS, *ALWAYS_DRAFT, "log.level=warning", *overrides))).on_one_machine()
 
 
+@exit_on_error()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", action="store_true", help="list functions, not files")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides")
     options = parser.parse_args()
-    try:
-        config = config_of(*options.overrides)
-        configure(config.log)
-        walk(config, MAX_TOKENS, options.calls)
-    except SlipstreamError as error:
-        raise SystemExit(f"bench.host.walk: {error}") from error
+    config = config_of(*options.overrides)
+    configure(config.log)
+    walk(config, MAX_TOKENS, options.calls)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ from bench.asking import SETS, builtin_questions, read_questions
 from bench.clock import Memory
 from bench.completions import TimedCompletion
 from bench.peers.systems import GREEDY, System, Transformers, in_bfloat16, llama_server, llamacpp, slipstream, vllm
-from bench.report import FOLDER, Row, run_or_exit, save, write
+from bench.report import FOLDER, Row, exit_on_error, save, write
 from router_service.text.tokens import TextCodec
 from slipstream.base.config import ModelSection
 from slipstream.base.errors import ConfigError, SlipstreamError
@@ -261,6 +261,7 @@ async def run(arguments: argparse.Namespace) -> None:
         print(f"{name}: {', '.join(f'{part} {mib:.0f} MiB' for part, mib in parts.items())}")
 
 
+@exit_on_error()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", help="folder with mt_bench.jsonl; without one our own dozen is asked")
@@ -272,7 +273,7 @@ def main() -> None:
     parser.add_argument("--systems", nargs="*", default=NAMES, choices=NAMES)
     parser.add_argument("--peers", type=Path, help="what `make bench-peers` installed; for systems of llama.cpp")
     parser.add_argument("--vllm", type=Path, help="the environment that `make vllm` made; for vLLM")
-    run_or_exit(run(parser.parse_args()))
+    asyncio.run(run(parser.parse_args()))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass, replace
 
 from bench.fleet import Services
-from bench.report import Row, exit_on_error, run_or_exit, save, write
+from bench.report import Row, exit_on_error, save, write
 from bench.timed import Reader, timed_services
 from bench.traffic import real
 from slipstream.observe.vitals import background_tasks
@@ -119,7 +119,7 @@ def main() -> None:
             parser.error("--real: give PROMPTS=folder of question sets")
         real.run(given.prompts, given.count, given.tokens)
         return
-    rows = run_or_exit(swept(ALL if given.full else SOME, given.seconds))
+    rows = asyncio.run(swept(ALL if given.full else SOME, given.seconds))
     write("network", rows, f"bench-network: timed devices, a target step takes {1e3 * Timing().step_s:g} ms")
 
 

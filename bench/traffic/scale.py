@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bench.fleet import Services, cpu_s
-from bench.report import Row, number, run_or_exit, write
+from bench.report import Row, exit_on_error, number, write
 from bench.timed import streaming, timed_services
 from slipstream.simulate.timed import Timing
 
@@ -89,10 +89,11 @@ async def sweep(cells: Sequence[tuple[int, int, int]], seconds: float, timing: T
     return rows
 
 
+@exit_on_error()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=5.0, help="of each row")
-    rows = run_or_exit(sweep(CELLS, parser.parse_args().seconds, Timing()))
+    rows = asyncio.run(sweep(CELLS, parser.parse_args().seconds, Timing()))
     write("scale", rows, f"bench-scale: timed devices, {1e3 * Timing().step_s:g} ms a step")
     for part, cost in fit(rows).items():
         print(f"{part}: {cost.round_us:.0f} µs a round + {cost.stream_us:.0f} µs a stream in it")

@@ -29,7 +29,7 @@ from slipstream_vllm.adapter_0_32 import rows_of
 from slipstream_vllm.links import Links
 from slipstream_vllm.options import Options
 
-from bench.report import Row, run_or_exit, write
+from bench.report import Row, exit_on_error, write
 from bench.timed import stream_prompt, timed_services
 from slipstream.base.config import LogSection
 from slipstream.following import following
@@ -153,6 +153,7 @@ async def run(steps: int, timing: Timing) -> None:
     write("vllm-host", rows, f"a step of {1e3 * timing.step_s:g} ms, chains of {CHAIN}, modules {kind}")
 
 
+@exit_on_error()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200, help="that count, at each batch size")
@@ -161,7 +162,7 @@ def main() -> None:
     arguments = parser.parse_args()
     configure(LogSection(level="warning"))
     timing = Timing(step_s=arguments.step_ms / 1e3, draft_s=arguments.draft_ms / 1e3)
-    run_or_exit(run(arguments.steps, timing))
+    asyncio.run(run(arguments.steps, timing))
 
 
 if __name__ == "__main__":
