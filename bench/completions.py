@@ -1,21 +1,21 @@
 """A client of OpenAI's streamed completions that measures the times of the first and the last token, and counts tokens.
 
-It uses HTTP/1.1 over a plain socket, because a client library takes as long for a token as some servers do. It knows
-nothing about the server.
+Each answer is read by ``http.client`` on a thread of its own, because a library for asyncio takes as long for a token
+as some servers do. It knows nothing about the server.
 """
 
 from __future__ import annotations
 
-import asyncio
+import http.client
 import json
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slipstream.base.errors import Unavailable
+from anyio import to_thread
 
-MAX_LINE = 1 << 20
+from slipstream.base.errors import Unavailable
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +52,14 @@ class Server:
         """Ask greedily, read all of the answer. Raises Unavailable."""
         body = {"model": self.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0.0, "stream": True,
                 "stream_options": {"include_usage": True}, **extra}
+        return await to_thread.run_sync(self._ask, json.dumps(body).encode())
+
+    def _ask(self, body: bytes) -> TimedCompletion:
         began_s = time.perf_counter()
         first_s = last_s = 0.0
         usage: Mapping[str, Any] = {}
         statistics: Mapping[str, Any] = {}
-        async for data in self._events(json.dumps(body).encode()):
+        for data in self._events(body):
             event = json.loads(data)
             if event.get("choices") and event["choices"][0].get("text"):
                 last_s = time.perf_counter() - began_s
@@ -66,26 +69,18 @@ class Server:
             raise Unavailable(f"port {self.port}: the answer has no text or no usage")
         return TimedCompletion(int(usage["completion_tokens"]), first_s, last_s, int(statistics.get("rounds", 0)))
 
-    async def _events(self, body: bytes) -> AsyncIterator[bytes]:
+    def _events(self, body: bytes) -> Iterator[bytes]:
         """The data of each event, without the one that ends them."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port)
         try:
-            reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=MAX_LINE)
-        except OSError as error:
-            raise Unavailable(f"port {self.port}: {error}") from error
-        try:
-            writer.write(
-                b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-                b"Content-Length: %d\r\nConnection: close\r\n\r\n%b" % (len(body), body))
-            head = await reader.readuntil(b"\r\n\r\n")
-            if (status := int(head.split(b" ", 2)[1])) != 200:
-                raise Unavailable(f"port {self.port}: {status} {(await reader.read())[:500]!r}")
-            rest = b""
-            while size := int(await reader.readuntil(b"\r\n"), 16):  # of a part in chunked encoding
-                *lines, rest = (rest + (await reader.readexactly(size + 2))[:-2]).split(b"\n")
-                for line in lines:
-                    if line.startswith(b"data: {"):
-                        yield line[6:]
-        except (OSError, EOFError, ValueError) as error:
-            raise Unavailable(f"port {self.port}: the answer broke off ({error!r})") from error
+            connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            if response.status != 200:
+                raise Unavailable(f"port {self.port}: {response.status} {response.read(500)!r}")
+            for line in response:
+                if line.startswith(b"data: {"):
+                    yield line[6:]
+        except (OSError, http.client.HTTPException) as error:
+            raise Unavailable(f"port {self.port}: no whole answer ({error!r})") from error
         finally:
-            writer.close()
+            connection.close()
