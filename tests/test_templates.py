@@ -174,7 +174,7 @@ def test_what_the_system_says_is_the_users_where_a_template_has_no_system() -> N
         assert template.render(said) == ["[user: a\nb][assistant: c][user: d]"]
         assert template.render(said[:1]) == ["[user: a]"]
         with pytest.raises(InvalidRequest, match="roles"):
-            template.render([*said[1:3], {"role": "tool", "content": "e"}])
+            template.render([*said[1:3], {"role": "critic", "content": "e"}])
 
 
 def test_the_user_says_nothing_where_the_assistant_begins() -> None:

@@ -35,7 +35,7 @@ def variants(messages: Messages) -> Iterator[Messages]:
 
 def later_system_as_user(messages: Messages) -> Messages:
     """``system_first``, where a system message comes later."""
-    return system_first(messages) if any(message.get("role") == "system" for message in messages[1:]) else messages
+    return system_first(messages) if any(message["role"] == "system" for message in messages[1:]) else messages
 
 
 def system_first(messages: Messages) -> list[dict[str, Any]]:
@@ -120,10 +120,10 @@ def system_as_user(turns: Messages) -> Messages:
     return merge_turns([{**message, "role": "user"} if message["role"] == "system" else message for message in turns])
 
 
-def system_in_last_user(turns: Messages, last_roles: Sequence[str]) -> Messages:
-    """For Mistral's templates, which write the system's text only if the last message is a user's: if it has one of
-    ``last_roles``, the system's text begins the user's last message."""
-    if all(message.get("role") not in last_roles for message in turns[-1:]):
+def system_in_last_user(turns: Messages, last_role: str) -> Messages:
+    """For Mistral's templates, which write the system's text only if the last message is a user's: if it has the
+    ``last_role``, the system's text begins the user's last message."""
+    if turns[-1].get("role") != last_role:
         return turns
     system_texts = [message["content"] for message in turns if message["role"] == "system"]
     rest = [message for message in turns if message["role"] != "system"]
@@ -139,6 +139,18 @@ def user_first(turns: Messages) -> Messages:
     began."""
     rewritten = system_as_user(turns)
     return [{"role": "user", "content": ""}, *rewritten] if rewritten[0]["role"] == "assistant" else rewritten
+
+
+def texts_as_parts(messages: Messages) -> Messages:
+    """For the templates of models that read images, too: they take a text as one of several parts. It must be the last
+    rewriting, since the others join texts."""
+    return [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
+
+
+def reasoning_as_thinking(messages: Messages) -> Messages:
+    """For GPT-OSS' template, which has another name for it, and takes none beside content."""
+    return [{**message, "thinking": message["reasoning_content"]} if message.get("reasoning_content")
+            and not message["content"] else message for message in messages]
 
 
 def merge_turns(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

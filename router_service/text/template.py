@@ -8,8 +8,8 @@ Rules:
 2. One rendering has ``cpu_s`` of the processor, ``MEMORY`` and ``MAX_RENDERED`` characters. The first ends the process;
    the next rendering starts another one.
 3. A template is tried on small conversations when it is loaded. A ModelError is raised if it is no template, breaks the
-   sandbox or a limit, or its process ends. Messages that the template refuses are no fault. If it omits plain texts (as
-   templates of image models may), it is given lists of parts; other omissions are handled by rewriting (``omissions``).
+   sandbox or a limit, or its process ends. Messages that the template refuses are no fault. Whatever it omits of them
+   (``omissions``) is rewritten so that it does not.
 4. The text of a special token inside a message (``<|im_end|>`` in a question) stays text. Left to the tokenizer it
    would become the token, and a user could end his turn and write the system's; here it comes out of ``render`` as a
    part of its own. Messages without such text give exactly the prompt that transformers gives.
@@ -34,14 +34,7 @@ from typing import Any
 from jinja2 import Template, TemplateError
 from jinja2.exceptions import SecurityError
 
-from router_service.text.omissions import (
-    CALL_MESSAGES,
-    OMISSION_CHECKS,
-    RESULT_MESSAGE,
-    TOOLS,
-    writes_tools,
-    written_roles,
-)
+from router_service.text.omissions import omissions, writes_tools
 from router_service.text.rewritings import Messages, Rewriting, variants
 from slipstream.base.offload import limit_resources
 from slipstream.models.template import sandbox
@@ -64,9 +57,7 @@ class Renderer:
         self._specials = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._template = compiled(source)
         self.source = source
-        self.in_parts = False  # whether texts are given as lists of parts
-        self.rewritings: list[Rewriting] = []  # without which it omits a part of the messages, in order
-        self._thinking = "message.thinking" in source and "reasoning_content" not in source
+        self.rewritings: list[Rewriting] = []  # without which it omits a part of the messages; the latest found first
 
     def render_or_empty(self, messages: Messages, variables: Mapping[str, Any] | None = None) -> str:
         """The prompt; "" where there is none."""
@@ -95,10 +86,10 @@ class Renderer:
     def _render_first(self, messages: Messages, add_generation_prompt: bool, variables: Mapping[str, Any]) -> str:
         """The first of the ``variants`` that can be rendered. Raises TemplateProblem."""
         refusal = TemplateProblem(REFUSED, "")
-        for rewriting in self.rewritings:
-            messages = rewriting(messages)
         for variant in variants(messages):
             try:
+                for rewriting in self.rewritings:
+                    variant = rewriting(variant)
                 return self._render_text(variant, add_generation_prompt, variables)
             except (TemplateProblem, MemoryError):
                 raise
@@ -113,11 +104,6 @@ class Renderer:
 
     def _render_text(self, messages: Messages, add_generation_prompt: bool, variables: Mapping[str, Any]) -> str:
         """Raises whatever the template does."""
-        if self._thinking:  # GPT-OSS' name for it; its template takes none beside content
-            messages = [{**message, "thinking": message["reasoning_content"]} if message.get("reasoning_content")
-                        and not message["content"] else message for message in messages]
-        if self.in_parts:
-            messages = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
         context = {"tools": None, "documents": None, **variables, **self._named, "messages": messages,
                    "add_generation_prompt": add_generation_prompt}
         length, chunks = 0, []
@@ -202,17 +188,11 @@ def trial(renderer: Renderer) -> None:
         except TemplateProblem as problem:
             if problem.kind != REFUSED:
                 raise
-    if not written_roles(renderer.render_or_empty, "user"):
-        renderer.in_parts = True
-        renderer.in_parts = written_roles(renderer.render_or_empty, "user") == ["user"]
-    # The template may read the first part of a message with calls alone, which has no parts.
-    elif not renderer.render_or_empty((*CALL_MESSAGES, RESULT_MESSAGE), TOOLS):
-        messages = [{"role": role, "content": "Hello"} for role in TRIALS[-1]]
-        text, renderer.in_parts = renderer.render_or_empty(messages), True
-        renderer.in_parts = (renderer.render_or_empty(messages) == text
-                             and renderer.render_or_empty((*CALL_MESSAGES, RESULT_MESSAGE), TOOLS) != "")
-    for check in OMISSION_CHECKS:
-        renderer.rewritings += check(renderer.render_or_empty, renderer.source)
+    for omission in omissions(renderer.source):
+        if omission.occurs(renderer.render_or_empty):
+            renderer.rewritings.insert(0, omission.rewriting)
+            if omission.occurs(renderer.render_or_empty):
+                renderer.rewritings.pop(0)
 
 
 def main() -> None:
