@@ -47,7 +47,7 @@ async def test_a_model_calls_functions_of_namespaces_by_both_names(tiny_folder: 
                 {"type": "function_call", "call_id": "1", "namespace": "mcp__notes", "name": "find", "arguments": "{}"},
                 {"type": "function_call_output", "call_id": "1", "output": "milk"}]
         again = await r.post(RESPONSES, input=past, tools=[NOTES])
-        assert '{"name":"mcp__notes__find","arguments":{}}' in target.prompt, "as the model wrote it"
+        assert '{"name": "mcp__notes__find", "arguments": {}}' in target.prompt, "as the model wrote it"
         assert again.headers["x-slipstream-ignored"] == "tools[].tools[].custom"
         assert again.json()["tools"] == [{**NOTES, "tools": [FIND]}]
 

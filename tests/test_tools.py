@@ -154,7 +154,7 @@ async def test_an_answer_that_is_bound_to_a_schema_may_call_all_the_same(tiny_fo
         assert alone is not None and json.loads(alone.source) == SHAPES, "nothing may be called"
     vocabulary = Vocabulary(tiny_tokenizer(), 256)
     for text, fits in (('{"day":"Mon"}', True), ('{"day":"Fri"}', False), ('{"name":"now","arguments":{}}', True),
-                       ('{"name":"weather","arguments":{"city":"Rome"}}', True), ('{"name":"weather"}', False),
+                       ('{"name": "weather", "arguments": {"city": "Rome"}}', True), ('{"name":"weather"}', False),
                        ('{"name":"other","arguments":{}}', False)):
         assert (vocabulary.compile(bound, StopTokens((0,))).commit(list(text.encode())) == len(text)) == fits, text
 
@@ -292,7 +292,7 @@ async def test_the_past_reaches_the_template(tiny_folder: Path) -> None:
     async with routing(tiny_folder, target) as r:
         assert (await r.post(CHAT, messages=PAST, tools=[WEATHER])).status_code == 200
         prompt = bytes(token for token in target.requests[0].tokens if token < 256).decode()
-        for words in ("<tools>", '"name":"weather"', '<tool_call>\n{"name":"weather","arguments":{"city":"Rome"}}',
+        for words in ("<tools>", '"name":"weather"', '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}',
                       "<tool_response>\nsunny\n</tool_response>"):
             assert words in prompt
 
@@ -326,7 +326,7 @@ async def test_a_model_hears_of_tools_where_its_template_looks_for_them_elsewher
         assert (await r.post(CHAT, messages=HELLO, tools=[NOW], max_tokens=1)).status_code == 200
         assert '"name":"now"' in target.prompt and target.prompt.endswith("[user: hello]")
         assert (await r.post(CHAT, messages=PAST, tools=[NOW], max_tokens=1)).status_code == 200
-        assert '"arguments":{"city":"Rome"}' in target.prompt, "nor of the calls before"
+        assert '"arguments": {"city": "Rome"}' in target.prompt, "nor of the calls before"
 
 
 async def test_a_function_needs_a_name_alone(tmp_path: Path, tiny_folder: Path) -> None:

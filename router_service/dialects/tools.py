@@ -23,7 +23,8 @@ from typing import Any
 import orjson
 
 from router_service.dialects.formats import ANNOTATIONS, CONSTANT_KEYWORDS, NAMING_KEYWORDS, make_grammar
-from router_service.text.rewritings import merge_turns
+from router_service.text.marks import HERMES
+from router_service.text.rewritings import calls_in_content, merge_turns, results_as_user
 from slipstream.base.errors import InvalidRequest
 from slipstream.protocol.chat import MAX_TOOLS
 from slipstream.protocol.grammar import Grammar
@@ -221,7 +222,7 @@ def _check_tool(at: str, tool: Any) -> None:
 
 def without_tool_roles(messages: Sequence[Mapping[str, Any]], use: ToolUse | None) -> list[Json]:
     """``messages`` for a template that knows neither tools nor calls."""
-    plain = merge_turns(map(_without_tools, messages))
+    plain = merge_turns(results_as_user(calls_in_content(messages, [HERMES])))
     if use is not None:
         words = INSTRUCTIONS.format(tools="\n".join(_json(tool) for tool in use.tools))
         if plain and plain[0]["role"] == "system":
@@ -245,16 +246,6 @@ def with_kimi_call_ids(messages: Sequence[Mapping[str, Any]]) -> list[Json]:
         found.append({**message, **({"tool_calls": calls} if calls else {}),
                       **({"tool_call_id": ids[answered]} if answered in ids else {})})
     return found
-
-
-def _without_tools(message: Mapping[str, Any]) -> Json:
-    content = message["content"]
-    if message["role"] == "tool":
-        return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
-    if not message.get("tool_calls"):
-        return dict(message)
-    calls = [f"<tool_call>\n{_json(call['function'])}\n</tool_call>" for call in message["tool_calls"]]
-    return {"role": message["role"], "content": "\n".join([*([content] if content else []), *calls])}
 
 
 def _json(value: Any) -> str:

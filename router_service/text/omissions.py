@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from router_service.text.marks import GRANITE, HERMES
 from router_service.text.rewritings import (
     Messages,
     Rewriting,
@@ -39,7 +40,7 @@ def _calls(*ids: str) -> dict[str, Any]:
 
 CALL = _calls("theircall")
 RESULT = {"role": "tool", "tool_call_id": "theircall", "name": "weather", "content": "Hello results"}
-CALL_MARKS = ("<tool_call>", "<|tool_call|>")  # before calls, in the words of templates that ask for them
+CALL_MARKS = (HERMES, GRANITE)  # before calls, in the words of templates that ask for them
 Render = Callable[[Messages, Mapping[str, Any]], str]
 
 

@@ -13,6 +13,8 @@ from hashlib import sha256
 from itertools import chain, combinations
 from typing import Any
 
+from router_service.text.marks import CLOSERS, HERMES
+
 SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 Messages = Sequence[Mapping[str, Any]]
 Rewriting = Callable[[Messages], Messages]
@@ -99,7 +101,7 @@ def calls_in_content(messages: Messages, marks: Sequence[str]) -> list[Mapping[s
     for message in messages:
         calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls", ())]
         if calls:
-            words = ([f"<tool_call>\n{call}\n</tool_call>" for call in calls] if "<tool_call>" in marks
+            words = ([f"{HERMES}\n{call}\n{CLOSERS[HERMES]}" for call in calls] if HERMES in marks
                      else [f"{''.join(marks)}[{', '.join(calls)}]"])
             content = "\n".join([*([message["content"]] if message["content"] else []), *words])
             message = {name: value for name, value in message.items() if name != "tool_calls"} | {"content": content}
