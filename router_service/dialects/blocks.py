@@ -101,17 +101,9 @@ class Blocks:
         return 0 if self._markup is None else self._markup.reasoning_tokens
 
     def _parts(self, delta: TextDelta) -> list[TextPart | CallDelta]:
-        """Texts of one kind that follow one another are one."""
         if self._markup is None:
             return [TextPart("text", delta.text)] if delta.text else []
-        found: list[TextPart | CallDelta] = []
-        for part in self._markup.push_delta(delta).all:
-            last = found[-1] if found else None
-            if isinstance(part, TextPart) and isinstance(last, TextPart) and part.kind == last.kind:
-                found[-1] = TextPart(part.kind, last.text + part.text)
-            else:
-                found.append(part)
-        return found
+        return self._markup.push_delta(delta).all
 
     def _add_text(self, kind: Kind, text: str) -> Iterator[tuple[What, Block, str]]:
         if not self._open or self.all[-1].kind != kind:

@@ -28,7 +28,7 @@ BARE_BEGINS = ('{"name":', '{"type": "function"', '{"type":"function"')  # of ca
 TextKind = Literal["reasoning", "text"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TextPart:
     """A piece of reasoning or of content."""
 
@@ -38,7 +38,7 @@ class TextPart:
 
 @dataclass(slots=True)
 class Parts:
-    """What a piece of text adds, in order."""
+    """What a piece of text adds, in order; neither two texts of one kind nor two pieces of one call in a row."""
 
     all: list[TextPart | CallDelta] = field(default_factory=list)
 
@@ -55,8 +55,18 @@ class Parts:
         return [part for part in self.all if isinstance(part, CallDelta)]
 
     def add(self, kind: TextKind, text: str) -> None:
-        if text:
+        last = self.all[-1] if self.all else None
+        if isinstance(last, TextPart) and last.kind == kind:
+            last.text += text
+        elif text:
             self.all.append(TextPart(kind, text))
+
+    def add_call(self, call: CallDelta) -> None:
+        last = self.all[-1] if self.all else None
+        if isinstance(last, CallDelta) and not call.name and last.index == call.index:
+            last.arguments += call.arguments
+        else:
+            self.all.append(call)
 
     def _joined(self, kind: TextKind) -> str:
         return "".join([part.text for part in self.all if isinstance(part, TextPart) and part.kind == kind])
@@ -267,11 +277,7 @@ class Markup:
     def _add_call(self, call: CallDelta) -> None:
         self._call_blanks += self._held_blanks if self._any_content else []
         self._held_blanks = []
-        last = self._parts.all[-1] if self._parts.all else None
-        if isinstance(last, CallDelta) and not call.name and last.index == call.index:
-            last.arguments += call.arguments
-        else:
-            self._parts.all.append(call)
+        self._parts.add_call(call)
 
 
 def finish_reason(finish: str, markup: Markup | NamedCall | None) -> str:
