@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from router_service.dialects.chat import ChatReply
 from router_service.dialects.openai import MAX_ANSWER_SCORES
-from router_service.dialects.prompts import BATCH_TOKENS, Prompts
+from router_service.dialects.prompts import BATCH_TOKENS, Prompts, logprob_columns
 from router_service.text.deltas import TextDelta
 from router_service.text.tokens import Completion, TextCodec
 from slipstream.base.config import TargetSection
@@ -420,13 +420,14 @@ def test_scores_that_are_written_in_parts_are_those_of_one(count: int, folders: 
                           tuple(i for row in top[first:end] for i, _ in row),
                           tuple(value for row in top[first:end] for _, value in row))
              for first, end in itertools.pairwise(ends)]
-    prompts = Prompts(codec, codec.token_text, [tokens], 1, ("".join(map(chr, tokens)),), 1, 2)
-    after: Any = {"tokens": [["a"]], "token_logprobs": [[-1.0]], "top_logprobs": [[{}]], "text_offset": [[count]]}
+    prompts = Prompts(codec, [tokens], 1, ("".join(map(chr, tokens)),), 1, 2)
     texts = [codec.token_text(token) for token in tokens]
-    assert orjson.loads(orjson.dumps(prompts.columns(0, parts, after))) == {
+    rows = [*prompts.rows(0, parts, 1), [(97, -1.0, 0, ())]]
+    columns = logprob_columns(codec.token_text, rows, [*prompts.offsets(0), count])
+    assert orjson.loads(orjson.dumps(columns)) == {
         "tokens": [*texts, "a"], "token_logprobs": [None, *own[1:], -1.0],
         "top_logprobs": [None, *({text: value} | {codec.token_text(row[0][0]): row[0][1]}
-                                 for text, value, row in zip(texts[1:], own[1:], top[1:], strict=True)), {}],
+                                 for text, value, row in zip(texts[1:], own[1:], top[1:], strict=True)), {"a": -1.0}],
         "text_offset": [*range(count), count]}
     entries = orjson.loads(orjson.dumps(prompts.prompt_logprobs(0, parts)))
     assert entries[0] is None and [entry[str(token)]["rank"] for entry, token in zip(

@@ -33,7 +33,7 @@ from router_service.dialects.openai import (
     read_json,
     unknown_of,
 )
-from router_service.dialects.prompts import BATCH_TOKENS, MIN_LOGPROB, batches_of, json_list
+from router_service.dialects.prompts import MIN_LOGPROB, batches_of, json_list
 from router_service.dialects.tools import Json, ToolUse, use_of
 from router_service.dialects.usage import usage_fields
 from router_service.text.calls import CallDelta, new_call_id
@@ -315,8 +315,7 @@ class ChatReply:
             return None
         entries = ([self._scored_token(token.id, token.logprob) for token in part if token.logprob is not None]
                    for part in batches_of(tokens))
-        content = json_list(entries) if len(tokens) > BATCH_TOKENS else next(entries, [])
-        return {"content": content, "refusal": None}
+        return {"content": json_list(entries), "refusal": None}
 
     def _scored_token(self, token: int, scored: TokenLogprob | PackedLogprob) -> Json:
         return {**self._entry(token, scored.logprob), "top_logprobs": [self._entry(*one) for one in scored.top]}

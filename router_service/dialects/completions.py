@@ -8,19 +8,20 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from pydantic import Field, SkipValidation, field_validator
 
 from router_service.dialects.openai import Generation, Job, Options, WholeNumber, at_most
-from router_service.dialects.prompts import BATCH_TOKENS, MIN_LOGPROB, alternatives, batches_of, json_list
+from router_service.dialects.prompts import Row, batches_of, logprob_columns
 from router_service.dialects.tools import Json
 from router_service.dialects.usage import usage_fields
-from router_service.text.deltas import AnswerToken, PackedLogprob, TextDelta
+from router_service.text.deltas import AnswerToken, TextDelta
 from router_service.text.tokens import TextCodec
 from slipstream.base.errors import InvalidRequest
 from slipstream.protocol.chat import Usage
-from slipstream.protocol.requests import MAX_TOP_LOGPROBS, TokenLogprob
+from slipstream.protocol.requests import MAX_TOP_LOGPROBS
 
 COMPLETION_MAX_TOKENS = 16  # what the OpenAI API gives to a completion that names no limit
 
@@ -97,12 +98,11 @@ class TextReply:
         echoed = "" if prompts is None else prompts.text(number)
         logprobs: Json | None = None
         if self._logprobs:
-            columns = self._columns(tokens, self._lengths.get(number, len(echoed)))
+            rows, offsets = _rows(tokens), _offsets(tokens, self._lengths.get(number, len(echoed)))
             if prompts is not None and prompts.echo_logprobs is not None:
-                logprobs = prompts.columns(number, deltas[0].prompt, columns)
-            else:
-                few = len(tokens) <= BATCH_TOKENS
-                logprobs = {name: next(iter(parts), []) if few else json_list(parts) for name, parts in columns.items()}
+                rows = chain(prompts.rows(number, deltas[0].prompt, prompts.echo_logprobs), rows)
+                offsets = prompts.offsets(number) + offsets
+            logprobs = logprob_columns(self._token_name, rows, offsets)
         text = echoed + "".join(delta.text for delta in deltas)
         self._lengths[number] = self._lengths.get(number, 0) + len(text)
         choice: Json = {"index": number, "text": text, "logprobs": logprobs, "finish_reason": deltas[-1].finish or None}
@@ -116,16 +116,17 @@ class TextReply:
                 choice["prompt_token_ids"] = list(self._job.prompts[number // self._job.options.n])
         return choice
 
-    def _columns(self, tokens: Sequence[AnswerToken], offset: int) -> dict[str, Iterator[list[Any]]]:
-        """OpenAI's ``logprobs``, in parts."""
-        rows = list[tuple[int, int, TokenLogprob | PackedLogprob]]()
-        for token in tokens:
-            if token.logprob is not None:
-                rows.append((offset, token.id, token.logprob))
-            offset += len(token.text)
-        name = self._token_name
-        return {"tokens": ([name(token) for _, token, _ in part] for part in batches_of(rows)),
-                "token_logprobs": ([max(own.logprob, MIN_LOGPROB) for _, _, own in part] for part in batches_of(rows)),
-                "top_logprobs": ([alternatives(name, (token, own.logprob), own.top) for _, token, own in part]
-                                 for part in batches_of(rows)),
-                "text_offset": ([offset for offset, _, _ in part] for part in batches_of(rows))}
+
+def _rows(tokens: Sequence[AnswerToken]) -> Iterator[list[Row]]:
+    for batch in batches_of(tokens):
+        yield [(token.id, token.logprob.logprob, 0, token.logprob.top) for token in batch if token.logprob is not None]
+
+
+def _offsets(tokens: Sequence[AnswerToken], offset: int) -> list[int]:
+    """Where the texts of the scored ones begin."""
+    offsets = list[int]()
+    for token in tokens:
+        if token.logprob is not None:
+            offsets.append(offset)
+        offset += len(token.text)
+    return offsets

@@ -540,8 +540,7 @@ class Job:
         if not options.returns_prompt:
             return None
         echoed = options.top_logprobs if options.echo else None
-        return Prompts(codec, options.token_namer(codec), self.prompts, options.n, self.echoed_texts, echoed,
-                       options.prompt_logprobs)
+        return Prompts(codec, self.prompts, options.n, self.echoed_texts, echoed, options.prompt_logprobs)
 
     def markups(self, codec: TextCodec) -> list[Markup | NamedCall]:
         """A parser of calls and reasoning for each answer to the only prompt; [] if not asked for."""
