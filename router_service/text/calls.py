@@ -14,14 +14,14 @@ import re
 import secrets
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import NoneType
 from typing import Any
 
 import orjson
 
-from router_service.text.marks import CLOSERS, HERMES, MINIMAX, SECTIONS, Section
+from router_service.text.marks import CLOSERS, CODER, GLM, HERMES, INVOKE, MINIMAX, SECTIONS, Pairs, Section
 from router_service.text.scanner import NoCall, Parser, Scanner, Words
 
 CALL_ID_LENGTH = 9  # characters: Mistral's templates take no other number
@@ -29,7 +29,8 @@ MAX_UNCLOSED = 8  # values of one answer that nothing closes
 # Of a value that is read as Python: some 10 ms, and no deeper than it nests.
 MAX_PYTHON_LENGTH, MAX_PYTHON_BRACKETS = 8192, 128
 ARGUMENTS = ("arguments", "parameters")
-INVOKE, NAME = '<invoke name="', re.compile(r"[\w.:-]{1,128}")
+NAME = re.compile(r"[\w.:-]{1,128}")
+AFTER_CALL = Words((*CLOSERS, CODER.begin, INVOKE.begin, *CLOSERS.values()))  # marks that may follow one
 RefTypes = dict[str, set[str]]  # types of parts of a schema, by how it refers to them
 NO_ARGUMENTS = ("", "null", '""')  # how a model writes that there are no arguments
 # From Python 3.12 on its parser tells stderr of each odd escape or number in a text: thousands of lines for one value.
@@ -69,22 +70,15 @@ class CallParser:
         """The calls that ``opener`` began. Raises NoCall."""
         if opener == "[TOOL_CALLS]":
             yield from self._mistral()
-        elif opener == "<function=":
-            yield from self._function(CLOSERS[HERMES], known_only=True)
+        elif opener == CODER.begin:
+            yield from self._pairs(CODER, known_only=True)
+            yield from self._scanner.skip_mark(CLOSERS[HERMES])
         elif section := next((section for section in SECTIONS if section.begin == opener), None):
             yield from self._section(section)
         elif opener == MINIMAX:
             yield from self._minimax()
         else:
             yield from self._tool_call(CLOSERS.get(opener, CLOSERS[HERMES]))
-
-    def read_bare(self) -> Parser:
-        """Calls of known tools as JSON without an opener. Raises NoCall."""
-        yield from self._objects(known_only=True)
-
-    def read_arguments(self, name: str) -> Parser:
-        """The arguments of a call of ``name``. Raises NoCall."""
-        yield from self._read_arguments(name)
 
     def read_grammar_call(self) -> Parser:
         """One call as a grammar makes it: its name, then its arguments. Raises NoCall at the first character of
@@ -95,41 +89,35 @@ class CallParser:
 
     def _tool_call(self, closer: str) -> Parser:
         yield from self._scanner.skip_blanks()
-        if (yield from self._scanner.starts_with("<function=")):
-            self._scanner.consume(10)
-            yield from self._function(closer)
-            return
-        if self._scanner.unread[:1] in ("{", "["):
-            yield from self._objects()
-            yield from self._scanner.skip_mark(closer)
+        if (yield from self._scanner.starts_with(CODER.begin)):
+            self._scanner.consume(len(CODER.begin))
+            yield from self._pairs(CODER)
+        elif self._scanner.unread[:1] in ("{", "["):
+            yield from self.read_objects()
         else:
-            yield from self._pairs(Words(("<arg_key>", closer)), "<arg_key>", "</arg_key>", "</arg_value>", closer)
-
-    def _function(self, closer: str, known_only: bool = False) -> Parser:
-        yield from self._pairs(Words((">", "</function>")), "<parameter=", ">", "</parameter>", "</function>", "\n",
-                               known_only)
+            yield from self._pairs(replace(GLM, end=closer))
+            return
         yield from self._scanner.skip_mark(closer)
 
     def _minimax(self) -> Parser:
         """One call or several, as MiniMax's models write them."""
         count_before = self.count
         yield from self._scanner.skip_blanks()
-        while (yield from self._scanner.starts_with(INVOKE)):
-            self._scanner.consume(len(INVOKE))
-            yield from self._pairs(Words(('">', "</invoke>")), '<parameter name="', '">', "</parameter>", "</invoke>")
+        while (yield from self._scanner.starts_with(INVOKE.begin)):
+            self._scanner.consume(len(INVOKE.begin))
+            yield from self._pairs(INVOKE)
             self._scanner.consumed = []
             yield from self._scanner.skip_blanks()
         if self.count == count_before:
             raise NoCall
         yield from self._scanner.skip_mark(CLOSERS[MINIMAX])
 
-    def _pairs(self, after_name: Words, key_mark: str, key_end: str, value_end: str, end: str,
-               padding: str = "", known_only: bool = False) -> Parser:
-        """A name, and arguments between marks. ``padding``: what stands around each value; ``known_only``: only known
-        tools are called, as always without arguments."""
-        name, mark = yield from self._scanner.read_before(after_name)
+    def _pairs(self, marks: Pairs, known_only: bool = False) -> Parser:
+        """A name, and arguments between marks. ``known_only``: only known tools are called, as always without
+        arguments."""
+        name, mark = yield from self._scanner.read_before(Words((marks.name_end, marks.end)))
         name = name.strip()
-        if name not in self._tools and (known_only or mark not in (key_mark, key_end) or not NAME.fullmatch(name)):
+        if name not in self._tools and (known_only or mark != marks.name_end or not NAME.fullmatch(name)):
             raise NoCall
         schema = self._tools.get(name)
         properties = schema.get("properties") if isinstance(schema, dict) else None
@@ -137,57 +125,58 @@ class CallParser:
             self._ref_types[name] = _types_of_refs(schema)
         index = self._begin_call(name, "{")
         first = True
-        keys, ends = Words((key_mark, end, *CLOSERS.values())), Words((key_end,))
-        # Some models forget to close a value, and some values contain marks.
-        followers = {value_end: keys, padding + end: Words((*CLOSERS, "<function=", INVOKE, *CLOSERS.values())),
-                     **({padding + key_mark: None} if padding else {})}
-        if mark == key_end:
+        keys = Words((marks.key, marks.end, *CLOSERS.values()))
+        if mark == marks.key_end:
             _, mark = yield from self._scanner.read_before(keys)
-        while mark == key_mark:
-            key, _ = yield from self._scanner.read_before(ends)
-            if key_mark == "<arg_key>":
-                yield from self._scanner.read_before(Words(("<arg_value>",)))
-            value, mark = yield from self._value(followers, Words((value_end, end, *CLOSERS.values())), end)
+        while mark == marks.key:
+            key, _ = yield from self._scanner.read_before(Words((marks.key_end,)))
+            if marks.value:
+                yield from self._scanner.read_before(Words((marks.value,)))
+            value, mark = yield from self._value(marks, keys)
             if not mark:
                 return
-            value = value.removeprefix(padding).removesuffix(padding)
+            value = value.removeprefix(marks.padding).removesuffix(marks.padding)
             text = ("" if first else ", ") + f"{json.dumps(key.strip(), ensure_ascii=False)}: "
             property_schema = properties.get(key.strip()) if isinstance(properties, dict) else None
             self._add_arguments(index, text + _as_json(value, _schema_types(property_schema, self._ref_types[name])))
             first = False
-            mark = mark.removeprefix(padding)
-            if mark == value_end:
+            mark = mark.removeprefix(marks.padding)
+            if mark == marks.value_end:
                 _, mark = yield from self._scanner.read_before(keys)
         if mark:
             self._add_arguments(index, "}")
 
-    def _value(self, followers: Mapping[str, Words | None], ends: Words, end: str) -> Parser:
-        """(a value, the mark that ends it): the first mark that one of its ``followers`` follows; None: any text may.
-        Without one, the first of ``ends`` counts as ``end``, and what follows is read again."""
-        marks, pieces = Words(tuple(followers)), list[str]()
+    def _value(self, marks: Pairs, keys: Words) -> Parser:
+        """(a value, the mark that ends it). Some models forget to close a value, and some values contain marks: it ends
+        at the first mark that one of its followers follows."""
+        followers: dict[str, Words | None] = {marks.value_end: keys, marks.padding + marks.end: AFTER_CALL}
+        if marks.padding:
+            followers[marks.padding + marks.key] = None  # any text may follow
+        ends, pieces = Words(tuple(followers)), list[str]()
         while True:
-            text, mark = yield from self._scanner.read_before(marks)
+            text, mark = yield from self._scanner.read_before(ends)
             pieces.append(text)
             words = followers.get(mark)
             if not mark:
-                return self._unclosed_value("".join(pieces), ends, end)
+                return self._unclosed_value("".join(pieces), marks)
             if words is None or (yield from self._scanner.followed_by(words)):
                 return "".join(pieces), mark
             pieces.append(mark)
 
-    def _unclosed_value(self, value: str, ends: Words, end: str) -> tuple[str, str]:
-        found = ends.find(value)
+    def _unclosed_value(self, value: str, marks: Pairs) -> tuple[str, str]:
+        """The value up to the first mark that could end it; what follows that is read again."""
+        found = Words((marks.value_end, marks.end, *CLOSERS.values())).find(value)
         if found is None or self._scanner.cut or self._num_unclosed == MAX_UNCLOSED:
             return value, ""
         self._num_unclosed += 1
         start, mark = found
         self._scanner.unread = value[start + len(mark):]
-        return value[:start], end
+        return value[:start], marks.end
 
     def _mistral(self) -> Parser:
         yield from self._scanner.skip_blanks()
-        if self._scanner.unread[:1] in ("{", "[") and self._scanner.unread:
-            yield from self._objects()
+        if self._scanner.unread[:1] in ("{", "["):
+            yield from self.read_objects()
             return
         name, mark = yield from self._scanner.read_before(Words(("[ARGS]", "[CALL_ID]", "{")))
         if mark == "[CALL_ID]":
@@ -196,7 +185,7 @@ class CallParser:
             self._scanner.unread = "{" + self._scanner.unread
         if not mark or not name.strip():
             raise NoCall
-        yield from self._read_arguments(name.strip())
+        yield from self.read_arguments(name.strip())
 
     def _section(self, marks: Section) -> Parser:
         calls = Words((marks.call, marks.end))
@@ -213,14 +202,15 @@ class CallParser:
             # Some models write no arguments.
             self._scanner.unread = ("{" if mark == "{" else "{}" + mark) + self._scanner.unread
             name = between.partition("\n")[0] if "```" in between else head
-            yield from self._read_arguments(re.sub(r"^functions\.|:\d+\s*$", "", name.strip()).strip())
+            yield from self.read_arguments(re.sub(r"^functions\.|:\d+\s*$", "", name.strip()).strip())
             _, mark = yield from self._scanner.read_before(Words((marks.end_call, marks.end)))
             self._scanner.consumed = []
             if mark == marks.end:  # some models forget to end a call
                 return
 
-    def _objects(self, known_only: bool = False) -> Parser:
-        """Calls as JSON, or a list of them. ``known_only``: only of known tools."""
+    def read_objects(self, known_only: bool = False) -> Parser:
+        """Calls as JSON, or a list of them. ``known_only``: only of known tools, as without an opener. Raises
+        NoCall."""
         is_list = self._scanner.unread[0] == "["
         if is_list:
             self._scanner.consume(1)
@@ -277,7 +267,8 @@ class CallParser:
             encoded = decoded if isinstance(decoded, str) and decoded.startswith("{") else arguments
             self._begin_call(name, "{}" if arguments in NO_ARGUMENTS else encoded)
 
-    def _read_arguments(self, name: str) -> Parser:
+    def read_arguments(self, name: str) -> Parser:
+        """The arguments of a call of ``name``. Raises NoCall."""
         yield from self._scanner.skip_blanks()
         if not name or self._scanner.unread[:1] != "{":
             raise NoCall

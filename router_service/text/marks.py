@@ -30,6 +30,26 @@ KIMI = Section("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_ca
 SECTIONS = (
     Section("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
             "<｜tool▁calls▁end｜>"), KIMI)
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """Marks of a family that writes the arguments of a call as names and values. ``name_end``: behind the function's
+    name, if there are arguments; ``value``: before a value, ``padding``: around it."""
+
+    begin: str
+    name_end: str
+    key: str
+    key_end: str
+    value_end: str
+    end: str
+    value: str = ""
+    padding: str = ""
+
+
+GLM = Pairs("", "<arg_key>", "<arg_key>", "</arg_key>", "</arg_value>", "</tool_call>", "<arg_value>")
+CODER = Pairs("<function=", ">", "<parameter=", ">", "</parameter>", "</function>", padding="\n")
+INVOKE = Pairs('<invoke name="', '">', '<parameter name="', '">', "</parameter>", "</invoke>")
 REASONING_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
 HERMES, SEED, MINIMAX = "<tool_call>", "<seed:tool_call>", "<minimax:tool_call>"
 CLOSERS = {opener: f"</{opener[1:]}" for opener in (HERMES, SEED, MINIMAX)}

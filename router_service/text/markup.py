@@ -20,7 +20,17 @@ from typing import Any, Literal
 
 from router_service.text.calls import CallDelta, CallParser, is_object
 from router_service.text.deltas import TextDelta
-from router_service.text.marks import CHANNEL_MARKS, CLOSERS, HEADER_END, HEADERS, SECTIONS, Style
+from router_service.text.marks import (
+    CHANNEL_MARKS,
+    CLOSERS,
+    CODER,
+    HEADER_END,
+    HEADERS,
+    HERMES,
+    INVOKE,
+    SECTIONS,
+    Style,
+)
 from router_service.text.scanner import NoCall, Parser, Scanner, Words
 
 TO = "to=functions."  # begins a function's name in a header
@@ -117,12 +127,12 @@ class Markup:
         self._bare_calls = style.bare_calls and bool(tools)
         self._reasoning_marks = style.reasoning_marks
         openers = style.openers if tools and not call_or_text else ()
-        function_openers = ("<function=",) if "<tool_call>" in openers else ()
+        function_openers = (CODER.begin,) if HERMES in openers else ()
         self._openers = HEADERS if style.has_channels else (*openers, *function_openers)
         self._has_headers = style.has_channels
         # A closing mark is no content, also where it closes nothing.
         closers = [CLOSERS[opener] for opener in openers if opener in CLOSERS]
-        self._stray_marks = () if not tools else (*closers, *(("</function>", "</invoke>") if closers else ()), *(
+        self._stray_marks = () if not tools else (*closers, *((CODER.end, INVOKE.end) if closers else ()), *(
             mark for s in SECTIONS if s.begin in openers for mark in (s.call, s.arguments, s.end_call, s.end)))
         if style.has_channels:
             self._stray_marks = tuple(mark for mark in CHANNEL_MARKS if mark not in HEADERS)
@@ -192,7 +202,7 @@ class Markup:
                 yield from self._header()
             elif mark in BARE_BEGINS:
                 self._scanner.unread = mark + self._scanner.unread
-                yield from self._maybe_call(self._calls.read_bare())
+                yield from self._maybe_call(self._calls.read_objects(known_only=True))
             elif mark not in self._stray_marks:
                 yield from self._maybe_call(self._calls.read(mark))
         if self._held_blanks and (self._in_content or not (self.num_calls or self._any_reasoning)):
@@ -254,8 +264,8 @@ class Markup:
     def _maybe_bare(self) -> Parser:
         """Llama 3 usually writes a call as its whole answer."""
         blank = yield from self._scanner.skip_blanks()
-        if self._scanner.unread[:1] in ("{", "[") and self._scanner.unread:
-            call = self._calls.read_grammar_call() if self._call_or_text else self._calls.read_bare()
+        if self._scanner.unread[:1] in ("{", "["):
+            call = self._calls.read_grammar_call() if self._call_or_text else self._calls.read_objects(known_only=True)
             yield from self._maybe_call(call, blank)
         else:
             self._held_blanks.append(blank)
