@@ -69,19 +69,16 @@ class Renderer:
     def render(self, messages: Messages, add_generation_prompt: bool = True, continue_final_message: bool = False,
                variables: Mapping[str, Any] | None = None) -> list[str]:
         """As ``ChatTemplate.render``, which asks for it. Raises TemplateProblem."""
-        given: Any = [messages, variables or {}]
-        guards = _Guards.find(given, self._specials)
-        if guards is not None:
-            given = guards.put_into(given)
+        (messages, variables), split = _guarded([messages, variables or {}], self._specials)
         if continue_final_message:
-            *before, last = given[0]
-            text = self._render_first([*before, {**last, "content": f"{last['content']}{END}"}], False, given[1])
+            *before, last = messages
+            text = self._render_first([*before, {**last, "content": f"{last['content']}{END}"}], False, variables)
             text, mark, _ = text.rpartition(END)
             if not mark:
                 raise TemplateProblem(REFUSED, "the model's chat template does not write the final message as it is")
         else:
-            text = self._render_first(given[0], add_generation_prompt, given[1])
-        return [text] if guards is None else guards.split(text)
+            text = self._render_first(messages, add_generation_prompt, variables)
+        return split(text)
 
     def _render_first(self, messages: Messages, add_generation_prompt: bool, variables: Mapping[str, Any]) -> str:
         """The first of the ``variants`` that can be rendered. Raises TemplateProblem."""
@@ -134,39 +131,27 @@ def compiled(source: str) -> Template:
         raise TemplateProblem(BROKEN, f"not a template: {type(error).__name__}: {str(error)[:200]}") from error
 
 
-class _Guards:
-    """Stand-ins for the special tokens' texts while the template works on the messages."""
-
-    __slots__ = ("_close", "_found", "_open", "_specials")
-
-    def __init__(self, specials: re.Pattern[str], found: list[str], marks: tuple[str, str]) -> None:
-        self._specials = specials
-        self._found = found
-        self._open, self._close = marks
-
-    @staticmethod
-    def find(given: Any, specials: re.Pattern[str]) -> _Guards | None:
-        """None, the usual case, when no message holds the text of a special token."""
-        texts: list[str] = []
-        _map_texts(given, lambda text: texts.append(text) or text)  # type: ignore[func-returns-value]
-        found = sorted({match for text in texts for match in specials.findall(text)})
-        if not found:
-            return None
-        used = set().union(*texts)
-        for code in PRIVATE_USE:
-            if chr(code) not in used and chr(code + 1) not in used:
-                return _Guards(specials, found, (chr(code), chr(code + 1)))
+def _guarded(given: Any, specials: re.Pattern[str]) -> tuple[Any, Callable[[str], list[str]]]:
+    """``given`` with stand-ins for the special tokens' texts while the template works on it, and what splits a prompt:
+    plain text, a literal in place of its stand-in, plain text, and so on."""
+    texts: list[str] = []
+    _map_texts(given, lambda text: texts.append(text) or text)  # type: ignore[func-returns-value]
+    found = sorted({match for text in texts for match in specials.findall(text)})
+    if not found:  # the usual case
+        return given, lambda text: [text]
+    used = set().union(*texts)
+    pairs = ((chr(code), chr(code + 1)) for code in PRIVATE_USE)
+    marks = next((pair for pair in pairs if used.isdisjoint(pair)), None)
+    if marks is None:
         raise TemplateProblem(REFUSED, "hold special tokens and every private-use character")
+    begin, end = marks
+    index = {text: i for i, text in enumerate(found)}
 
-    def put_into(self, given: Any) -> Any:
-        index = {text: i for i, text in enumerate(self._found)}
-        return _map_texts(given, lambda text: self._specials.sub(
-            lambda match: f"{self._open}{index[match[0]]}{self._close}", text))
+    def split(text: str) -> list[str]:
+        pieces = re.split(f"{begin}([0-9]+){end}", text)
+        return [found[int(piece)] if i % 2 else piece for i, piece in enumerate(pieces)]
 
-    def split(self, text: str) -> list[str]:
-        """``text`` as plain text, a literal in place of its stand-in, plain text, and so on."""
-        pieces = re.split(f"{self._open}([0-9]+){self._close}", text)
-        return [self._found[int(piece)] if i % 2 else piece for i, piece in enumerate(pieces)]
+    return _map_texts(given, lambda text: specials.sub(lambda match: f"{begin}{index[match[0]]}{end}", text)), split
 
 
 def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
