@@ -34,7 +34,7 @@ from router_service.dialects.chat import ChatBody
 from router_service.dialects.completions import CompletionBody
 from router_service.dialects.openai import MAX_ANSWER_SCORES, SEEDS, Body, Job, Options, Plan
 from router_service.dialects.problems import with_field_names
-from router_service.dialects.tools import with_kimi_call_ids, without_tool_roles
+from router_service.dialects.tools import without_tool_roles
 from router_service.tenants import Tenant
 from router_service.text.deltas import NumberedDelta, merged
 from router_service.text.tokens import Completion, Detokenizer, Lanes, TextCodec, Turn, too_long
@@ -140,8 +140,6 @@ class Gateway:
                 messages = without_tool_roles(messages, options.tool_use)
         elif options.tool_use is not None:
             names["tools"] = options.tool_use.for_template
-        if has_calls and self.codec.style.calls_by_id:
-            messages = with_kimi_call_ids(messages)
         turn = Turn(body.add_generation_prompt is not False, bool(body.continue_final_message), names)
         return self._checked(Plan("chat", self.resolve_model(body.model), options, messages=messages, begun=begun,
                                   turn=turn))

@@ -236,11 +236,11 @@ def test_calls_without_words_are_said_to_a_template_that_looks_at_the_first_part
     """As Command A Reasoning's, which takes texts, too: an agent's second step ended with 400."""
     source = ("{% for m in messages %}[{{ m.role }}: {% if m.tool_calls and m.content[0].thinking %}{% endif %}{% if "
               "m.content is string %}{{ m.content }}{% else %}{{ m.content[0].text }}{% endif %}"
-              "{% for c in m.tool_calls or [] %}{{ c.id }}{% endfor %}]{% endfor %}")
+              "{% for c in m.tool_calls or [] %}{{ c.id ~ c.function.name }}{% endfor %}]{% endfor %}")
     with closing(ChatTemplate(source, {}, [])) as template:
         said: Any = [{"role": "user", "content": "c"}, {**calls_of("c0"), "content": ""}, {
             "role": "tool", "tool_call_id": "c0", "content": "y"}]
-        assert template.render(said) == ["[user: c][assistant: c0][tool: y]"]
+        assert template.render(said) == ["[user: c][assistant: c0f0][tool: y]"]
 
 
 # In the words of their templates, which speak of a call and its results alone.
@@ -299,14 +299,14 @@ def test_what_the_system_says_is_the_users_where_a_template_forgets_it_behind_re
     no instructions."""
     source = ("{% for m in messages if m.role != 'system' %}[{{ m.role }}: {% if loop.last and m.role == 'user' and "
               "messages[0].role == 'system' %}{{ messages[0].content + '\n\n' }}{% endif %}{{ m.content }}"
-              "{% for c in m.tool_calls or [] %}{{ c.id }}{% endfor %}]{% endfor %}")
+              "{% for c in m.tool_calls or [] %}{{ c.id ~ c.function.name }}{% endfor %}]{% endfor %}")
     with closing(ChatTemplate(source, {}, [])) as template:
         said: Any = [{"role": role, "content": word} for role, word in (
             ("system", "a"), ("user", "b"), ("assistant", "c"), ("user", "d"))]
         assert template.render(said) == ["[user: b][assistant: c][user: a\n\nd]"]
         called = [*said, calls_of("c0"), {"role": "tool", "tool_call_id": "c0", "content": "x"}]
-        assert template.render(called) == ["[user: b][assistant: c][user: a\n\nd][assistant: ec0][tool: x]"]
-        assert template.render(called[1:]) == ["[user: b][assistant: c][user: d][assistant: ec0][tool: x]"]
+        assert template.render(called) == ["[user: b][assistant: c][user: a\n\nd][assistant: ec0f0][tool: x]"]
+        assert template.render(called[1:]) == ["[user: b][assistant: c][user: d][assistant: ec0f0][tool: x]"]
         assert template.render(said[:3], Turn(False, True)) == ["[user: a\n\nb][assistant: c"]
 
 
@@ -351,11 +351,11 @@ def test_reasoning_before_a_call_is_said_as_a_template_calls_it() -> None:
 def test_results_of_tools_are_the_users_where_a_template_writes_none() -> None:
     """Granite 3.0's and older ones of Mistral's know them by other roles: an agent's model never read one."""
     source = ("{% for m in messages %}{% if m.role in ['user', 'assistant'] %}[{{ m.role }}: {{ m.content }}"
-              "{% for c in m.tool_calls or [] %}{{ c.id }}{% endfor %}]{% endif %}{% endfor %}")
+              "{% for c in m.tool_calls or [] %}{{ c.id ~ c.function.name }}{% endfor %}]{% endif %}{% endfor %}")
     with closing(ChatTemplate(source, {}, [])) as template:
         said: Any = [{"role": "user", "content": "c"}, calls_of("c0", "c1"), *(
             {"role": "tool", "tool_call_id": id_, "content": word} for id_, word in (("c0", "x"), ("c1", "y")))]
-        assert template.render(said) == ["[user: c][assistant: ec0c1][user: <tool_response>\nx\n</tool_response>\n"
+        assert template.render(said) == ["[user: c][assistant: ec0f0c1f1][user: <tool_response>\nx\n</tool_response>\n"
                                          "<tool_response>\ny\n</tool_response>]"]
 
 
@@ -378,7 +378,8 @@ def test_a_template_for_tools_is_taken_where_there_are_tools(tiny_folder: Path, 
     plain = "\n  {% for m in messages %}\n[{{ m.role }}: {{ m.content }}]\n  {% endfor %}\n"
     for i, (call, wanted) in enumerate((("<tool_call>", "\n  weather <tool_call>"), ("Action:", ""))):
         named = {"default": plain, "tool_use": "\n  {{ tools | map(attribute='function.name') | join }} " + call
-                 + plain.replace("}}]", "}}{{ m.tool_calls[0].id if m.tool_calls }}]"), "rag": "x"}
+                 + plain.replace("}}]", "}}{% for c in m.tool_calls or [] %}{{ c.id ~ c.function.name }}{% endfor %}]"),
+                 "rag": "x"}
         listed, saved = (with_template(plain, tiny_folder, tmp_path / f"{i}{form}") for form in ("listed", "saved"))
         (listed / "chat_template.jinja").unlink()
         config = json.loads((listed / "tokenizer_config.json").read_text())
@@ -393,6 +394,6 @@ def test_a_template_for_tools_is_taken_where_there_are_tools(tiny_folder: Path, 
                 assert codec.text(codec.chat(USER)) == "\n[user: x]\n"
                 assert codec.text(codec.chat(USER, Turn(variables=TOOLS))) == f"{wanted}\n[user: x]\n"
                 if i == 0:
-                    assert codec.text(codec.chat([calls_of("c0")])) == "\n   <tool_call>\n[assistant: ec0]\n"
+                    assert codec.text(codec.chat([calls_of("c0")])) == "\n   <tool_call>\n[assistant: ec0f0]\n"
             finally:
                 codec.close()

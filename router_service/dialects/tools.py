@@ -232,21 +232,5 @@ def without_tool_roles(messages: Sequence[Mapping[str, Any]], use: ToolUse | Non
     return plain
 
 
-def with_kimi_call_ids(messages: Sequence[Mapping[str, Any]]) -> list[Json]:
-    """``messages`` with call ids as Kimi's models write them. Other ids do not name the function, after which these
-    models write calls that cannot be read."""
-    ids, count, found = dict[Any, str](), 0, list[Json]()
-    for message in messages:
-        calls = []
-        for call in message.get("tool_calls", ()):
-            calls.append({**call, "id": f"functions.{call['function']['name']}:{count}"})
-            ids[call.get("id")] = calls[-1]["id"]
-            count += 1
-        answered = message.get("tool_call_id")
-        found.append({**message, **({"tool_calls": calls} if calls else {}),
-                      **({"tool_call_id": ids[answered]} if answered in ids else {})})
-    return found
-
-
 def _json(value: Any) -> str:
     return orjson.dumps(value).decode()

@@ -25,11 +25,11 @@ class Section:
     end: str
 
 
-KIMI = Section("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>",
-               "<|tool_call_end|>", "<|tool_calls_section_end|>")
 SECTIONS = (
     Section("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
-            "<｜tool▁calls▁end｜>"), KIMI)
+            "<｜tool▁calls▁end｜>"),
+    Section("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>",
+            "<|tool_calls_section_end|>"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +91,6 @@ class Style:
     def bare_calls(self) -> bool:
         """Whether a text that begins with JSON may be a call."""
         return LLAMA in self.openers or GRANITE in self.openers
-
-    @property
-    def calls_by_id(self) -> bool:
-        """Whether the template writes a call's id and not its name: Kimi's, whose ids contain the name."""
-        return KIMI.begin in self.openers
 
 
 BARE = Style((LLAMA,))

@@ -17,6 +17,7 @@ from router_service.text.rewritings import (
     Rewriting,
     calls_in_content,
     later_system_as_user,
+    names_in_call_ids,
     one_call_per_message,
     reasoning_as_thinking,
     results_as_user,
@@ -33,13 +34,13 @@ USER, ASSISTANT, SYSTEM, LATER = ({"role": role, "content": f"Hello\n{words}"} f
 
 
 def _calls(*ids: str) -> dict[str, Any]:
-    """A message with calls; templates may write their ids or their arguments."""
+    """A message with calls, of another function than ``TOOLS`` has; templates may write their ids or arguments."""
     return {"role": "assistant", "content": "", "tool_calls": [
-        {"id": id_, "type": "function", "function": {"name": "weather", "arguments": {"city": id_}}} for id_ in ids]}
+        {"id": id_, "type": "function", "function": {"name": "forecast", "arguments": {"city": id_}}} for id_ in ids]}
 
 
 CALL = _calls("theircall")
-RESULT = {"role": "tool", "tool_call_id": "theircall", "name": "weather", "content": "Hello results"}
+RESULT = {"role": "tool", "tool_call_id": "theircall", "name": "forecast", "content": "Hello results"}
 CALL_MARKS = (HERMES, GRANITE)  # before calls, in the words of templates that ask for them
 Render = Callable[[Messages, Mapping[str, Any]], str]
 
@@ -71,6 +72,7 @@ def omissions(source: str) -> tuple[Omission, ...]:
         Omission(later_system_as_user, (SYSTEM, USER, ASSISTANT, LATER, USER), both),
         Omission(later_system_as_user, (SYSTEM, USER, ASSISTANT, USER, LATER), both),
         Omission(in_content, (USER, CALL), ("theircall",)),
+        Omission(names_in_call_ids, (USER, CALL), ("forecast",)),
         Omission(one_call_per_message, (USER, _calls("theircall", "otherscall")), ("theircall", "otherscall")),
         Omission(results_as_user, (USER, CALL, RESULT), (RESULT["content"],)),
         Omission(partial(system_in_last_user, last_role="assistant"), (SYSTEM, USER, CALL), systems),

@@ -94,6 +94,22 @@ def arguments_as_text(turns: Messages) -> Messages:
             if message.get("tool_calls") else message for message in turns]
 
 
+def names_in_call_ids(messages: Messages) -> Messages:
+    """For Kimi's templates, which write a call's id and not its name: ids as these models write them. After others they
+    write calls that cannot be read."""
+    ids, count, rewritten = dict[Any, str](), 0, list[Mapping[str, Any]]()
+    for message in messages:
+        calls = []
+        for call in message.get("tool_calls", ()):
+            calls.append({**call, "id": f"functions.{call['function']['name']}:{count}"})
+            ids[call.get("id")] = calls[-1]["id"]
+            count += 1
+        answered = message.get("tool_call_id")
+        rewritten.append({**message, **({"tool_calls": calls} if calls else {}),
+                          **({"tool_call_id": ids[answered]} if answered in ids else {})})
+    return rewritten
+
+
 def calls_in_content(messages: Messages, marks: Sequence[str]) -> list[Mapping[str, Any]]:
     """For SmolLM3's and Granite's templates: they ask for calls as objects between marks, or as a list after one, but
     write of a message with calls its content alone."""
