@@ -377,12 +377,13 @@ def test_the_only_call_of_a_named_tool() -> None:
 
 
 def test_the_style_is_read_off_the_template() -> None:
-    assert Style.of("{{ messages }}") == Style() and not Style().takes_tools
-    assert Style.of("{% if tools %}<tool_call>{% endif %}</think>") == Style(("<tool_call>",), REASONING_MARKS[0], True)
-    assert Style.of("{% for t in tools %}[TOOL_CALLS]").openers == ("[TOOL_CALLS]",)
-    assert Style.of("{{ tools | tojson }} ipython").bare_calls
+    assert Style.of("{{ messages }}", False) == Style() and not Style().takes_tools
+    assert Style.of("{% if tools %}<tool_call>{% endif %}</think>", True) == Style(
+        ("<tool_call>",), REASONING_MARKS[0], True)
+    assert Style.of("{% for t in tools %}[TOOL_CALLS]", True).openers == ("[TOOL_CALLS]",)
+    assert Style.of("{{ tools | tojson }} ipython", True).bare_calls
     assert mark_tokens({1: "<tool_call>", 2: "<|im_end|>", 3: "<|end|>", 4: GRANITE}, HERMES) == {1}
-    granite = Style.of("{% if tools %}<|tool_call|>{% endif %}")
+    granite = Style.of("{% if tools %}<|tool_call|>{% endif %}", True)
     assert granite == Style((GRANITE,), takes_tools=True) and mark_tokens({1: GRANITE}, granite) == {1}
-    oss = Style.of("{% if tools %}{% endif %}<|channel|>analysis<|message|> <|end|>")
+    oss = Style.of("{% if tools %}{% endif %}<|channel|>analysis<|message|> <|end|>", True)
     assert oss == GPT_OSS and mark_tokens({1: "<|channel|>", 2: "<|im_end|>", 3: "<|end|>"}, oss) == {1, 3}

@@ -5,13 +5,10 @@ It knows nothing about answers.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 LLAMA, GRANITE = "<|python_tag|>", "<|tool_call|>"
-# The template's variable, no field of a message: Phi 4's template reads tools from there.
-TOOLS_VARIABLE = re.compile(r"""(?<!['".])\btools\b(?!['"])""")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +68,11 @@ class Style:
     takes_tools: bool = False
 
     @staticmethod
-    def of(template: str, ignores_tools: bool = False) -> Style:
-        """The style in a chat template's source; ``ignores_tools``: it writes nothing of tools that it is given."""
-        takes_tools = not ignores_tools and TOOLS_VARIABLE.search(template) is not None
+    def of(template: str, takes_tools: bool) -> Style:
+        """The style in a chat template's source."""
         if ANALYSIS[0] in template:
             return Style(HEADERS if takes_tools else ("<tool_call>",), ANALYSIS, takes_tools)
-        openers = tuple(mark for mark in OPENERS if mark in template)
-        if takes_tools and not openers:
-            openers = (LLAMA,)
+        openers = tuple(mark for mark in OPENERS if mark in template) or (LLAMA,)
         reasoning_marks = next((pair for pair in REASONING_MARKS if pair[1] in template), None)
         return Style(openers if takes_tools else ("<tool_call>",), reasoning_marks, takes_tools)
 

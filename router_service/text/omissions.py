@@ -82,8 +82,7 @@ def omissions(source: str) -> tuple[Omission, ...]:
     )
 
 
-def writes_tools(render: Render) -> bool:
-    """Whether a template writes anything of the tools that it is given."""
-    conversation = [{"role": role, "content": "Hello"} for role in ("system", "user")]
-    with_tools = render(conversation, TOOLS)
-    return with_tools == "" or with_tools.count("weather") != render(conversation, {}).count("weather")
+def takes_tools(render: Render) -> bool:
+    """Whether a template writes the tools that it is given, or refuses them."""
+    with_tools, without = (render((SYSTEM, USER), variables) for variables in (TOOLS, {}))
+    return with_tools.count("weather") != without.count("weather") or (with_tools == "") != (without == "")

@@ -34,7 +34,7 @@ from typing import Any
 from jinja2 import Template, TemplateError
 from jinja2.exceptions import SecurityError
 
-from router_service.text.omissions import omissions, writes_tools
+from router_service.text.omissions import omissions, takes_tools
 from router_service.text.rewritings import Messages, Rewriting, variants
 from slipstream.base.offload import limit_resources
 from slipstream.models.template import sandbox
@@ -193,7 +193,7 @@ def main() -> None:
             if renderer is None:
                 renderer = Renderer(**request)
                 trial(renderer)
-                reply: Any = {"ignores_tools": not writes_tools(renderer.render_or_empty)}
+                reply: Any = {"takes_tools": takes_tools(renderer.render_or_empty)}
             else:
                 reply = {"parts": renderer.render(*request)}
             written = json.dumps(reply)

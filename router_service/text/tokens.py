@@ -23,6 +23,7 @@ from __future__ import annotations
 import asyncio
 import codecs
 import json
+import re
 import threading
 from array import array
 from collections import Counter, deque
@@ -46,6 +47,7 @@ from slipstream.protocol.identity import Identity
 from slipstream.protocol.requests import Answer, Finish, Piece, PromptScores, Request, State, TokenLogprob
 
 SPACE = "\u2581"  # how SentencePiece writes a space
+BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 BRIEF_TEXT = 512  # characters or token ids: half a millisecond of a slow tokenizer
 LONG_TEXT = 16_384  # characters, or token ids
 MAX_TEXTS = 8 << 21  # characters or token ids of one that wait: a body of 2 MiB takes one to three seconds
@@ -71,7 +73,7 @@ ASSISTANT = Turn()
 class ChatTemplate:
     """The template of one model. Threads may share it; they render one after the other."""
 
-    __slots__ = ("_config", "_cpu_s", "_lock", "ignores_tools", "process")
+    __slots__ = ("_config", "_cpu_s", "_lock", "process", "takes_tools")
 
     def __init__(self, source: str, named: Mapping[str, str], specials: Iterable[str], cpu_s: float = CPU_S) -> None:
         """``named`` are the template's bos_token and its like, ``specials`` the texts of all special tokens.
@@ -81,7 +83,7 @@ class ChatTemplate:
         self._cpu_s = cpu_s
         self._config = {"source": source, "named": dict(named), "specials": list(specials), "cpu_s": cpu_s}
         self._lock = threading.Lock()
-        self.ignores_tools = False  # whether it writes nothing of the given tools
+        self.takes_tools = False  # whether it writes the tools that it is given
         self.process = self._start_process()  # replaced by another one when it has ended
 
     def render(self, messages: Messages, turn: Turn = ASSISTANT) -> list[str]:
@@ -125,7 +127,7 @@ class ChatTemplate:
             raise ModelError(f"chat_template: {too_slow if process.out_of_time else 'ends its process'}")
         if "problem" in reply:
             raise ModelError(f"chat_template: {reply['words']}")
-        self.ignores_tools = reply["ignores_tools"]
+        self.takes_tools = reply["takes_tools"]
         return process
 
 
@@ -156,8 +158,8 @@ class TextCodec:
         self._texts: dict[int, str | None] = {}  # of ``complete_text``
         source = template_source(folder)
         self._template = None if source is None else ChatTemplate(*source, self.specials.values())
-        ignores_tools = self._template is None or self._template.ignores_tools
-        self.style = Style.of("" if source is None else source[0], ignores_tools)
+        takes_tools = self._template is not None and self._template.takes_tools
+        self.style = Style.of("" if source is None else source[0], takes_tools)
         self.marks = mark_tokens(self.specials, self.style)
         self.stop_token_ids: tuple[int, ...] = end_tokens(folder)
         self.defaults: Mapping[str, Any] = sampling_defaults(folder)
@@ -301,12 +303,8 @@ def _decoded(data: bytes) -> str | None:
 
 def _byte_fallback(token: str) -> bytes:
     """SentencePiece: ``<0x0A>`` is a byte, U+2581 a space."""
-    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-        try:
-            return bytes([int(token[3:5], 16)])
-        except ValueError:
-            pass
-    return token.replace(SPACE, " ").encode()
+    byte = BYTE.fullmatch(token)
+    return token.replace(SPACE, " ").encode() if byte is None else bytes.fromhex(byte[1])
 
 
 @dataclass(slots=True)
