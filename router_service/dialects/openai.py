@@ -217,7 +217,7 @@ class Generation(StrictModel):
     logit_bias: dict[str, float] | None = Field(None, max_length=MAX_LOGIT_BIASES)
     min_tokens: WholeNumber | None = None
     seed: WholeNumber | None = Field(None, ge=-(1 << 63), lt=1 << 64)
-    stop: list[str] | None = Field(None, max_length=MAX_STOPS)
+    stop: Annotated[list[Annotated[str, Field(max_length=MAX_STOP_CHARS)]], Field(max_length=MAX_STOPS)] | None = None
     include_stop_str_in_output: bool | None = None
     stop_token_ids: Ids | None = None
     n: WholeNumber | None = Field(None, ge=1)
@@ -246,11 +246,7 @@ class Generation(StrictModel):
     @field_validator("stop", mode="before")
     @classmethod
     def _stops(cls, value: Any) -> Any:
-        stops = [value] if isinstance(value, str) else value
-        for i, stop in enumerate(stops[:MAX_STOPS] if isinstance(stops, list) else ()):
-            if isinstance(stop, str) and len(stop) > MAX_STOP_CHARS:
-                raise InvalidRequest(f"stop[{i}]", f"must have at most {MAX_STOP_CHARS} characters")
-        return stops
+        return [value] if isinstance(value, str) else value
 
     @field_validator("stream_options", mode="before")
     @classmethod
