@@ -140,10 +140,10 @@ def decoders() -> float:
     tensors, words = random_tensors(decoder_shapes(config), torch.bfloat16, CPU, SEED), random_words(
         np.random.default_rng(SEED), 5)
     pages = TorchAttention(config, torch.bfloat16)
-    fused = Decoder(config, tensors, triton_operations(), pages)
+    fused = Decoder(config, tensors, torch.bfloat16, CPU, triton_operations(), pages)
     graphed = GraphedDecoder(fused, pages, capture_eager, [Size(4, 2), Size(8, 3)])
     logits = []
-    for model in (Decoder(config, tensors, TORCH, pages), fused, graphed):
+    for model in (Decoder(config, tensors, torch.bfloat16, CPU, TORCH, pages), fused, graphed):
         subject = Subject.of(model, 40 + graphed.spare_slots)
         for kind in ("prompt", "tree"):
             builder = BatchBuilder()

@@ -22,7 +22,7 @@ from slipstream.base.errors import CapacityError, ModelError
 from slipstream.drafting.heads.target_checkpoint import TargetCheckpoint
 from slipstream.engine.attention import TorchAttention
 from slipstream.engine.batch import BatchBuilder, rows_batch
-from slipstream.engine.decoder import Decoder, WeightPlacement
+from slipstream.engine.decoder import Decoder, Split
 from slipstream.engine.kv import KVPool
 from slipstream.engine.loading import load_model
 from slipstream.engine.model import ModelConfig, dtype_of, load_tensors, parse_config
@@ -128,7 +128,7 @@ class Watched:
 def test_a_step_keeps_no_states_that_nobody_reads(tmp_path: Path, taps: tuple[int, ...], kept: int) -> None:
     folder, ops = write_tiny_model(tmp_path, num_hidden_layers=8), Watched()
     config = ModelConfig.from_folder(folder)
-    model = Decoder.from_tensors(config, load_tensors(folder), torch.float32, torch.device("cpu"), ops)
+    model = Decoder(config, load_tensors(folder), torch.float32, torch.device("cpu"), ops)
     builder = BatchBuilder()
     builder.add(TEXT, range(len(TEXT)), range(len(TEXT)), NOTHING)
     model.forward(builder.build(), KVPool(8, 64, config.num_kv_heads, config.head_dim, torch.float32), taps)
@@ -144,7 +144,7 @@ def test_every_sum_is_one_operation_with_the_norm_behind_it(tiny_folder: Path) -
         return TORCH.add_norm(x, added, weight, eps)
 
     config, tensors = ModelConfig.from_folder(tiny_folder), load_tensors(tiny_folder)
-    model = Decoder.from_tensors(config, tensors, torch.float32, torch.device("cpu"), replace(TORCH, add_norm=add_norm))
+    model = Decoder(config, tensors, torch.float32, torch.device("cpu"), replace(TORCH, add_norm=add_norm))
     pool = KVPool(2, 64, config.num_kv_heads, config.head_dim, torch.float32)
     model.forward(rows_batch(np.arange(5), torch.device("cpu")), pool)
     names = [f"layers.{i}.{norm}" for i in range(2) for norm in ("input_layernorm", "post_attention_layernorm")]
@@ -516,14 +516,24 @@ def test_what_a_layer_is_merged_of_is_gone_before_the_next(tiny_folder: Path) ->
     placed: list[tuple[str, weakref.ref[torch.Tensor]]] = []
     beside: set[str] = set()
 
-    def place(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        layer = ".".join(name.split(".")[:3]) + "."
-        beside.update(other for other, of in placed if of() is not None and "q_proj" in other and layer not in other)
-        copy = tensor.double()
-        placed.append((name, weakref.ref(copy)))
-        return copy
+    class Stored(torch.Tensor):
+        name = ""
 
-    Decoder(ModelConfig.from_folder(tiny_folder), load_tensors(tiny_folder), placement=WeightPlacement(place))
+        def to(self, *where: Any, **how: Any) -> torch.Tensor:
+            layer = ".".join(self.name.split(".")[:3]) + "."
+            beside.update(other for other, of in placed
+                          if of() is not None and "q_proj" in other and layer not in other)
+            copy = self.as_subclass(torch.Tensor).to(*where, **how)
+            placed.append((self.name, weakref.ref(copy)))
+            return copy
+
+    def part(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        stored = tensor.as_subclass(Stored)
+        stored.name = name
+        return stored
+
+    Decoder(ModelConfig.from_folder(tiny_folder), load_tensors(tiny_folder), torch.float64, torch.device("cpu"),
+            split=Split(part))
     assert sum("q_proj" in name for name, _ in placed) > 1 and not beside
 
 
@@ -534,9 +544,9 @@ def test_a_device_is_given_nothing_that_a_decoder_does_not_read(tmp_path: Path) 
     more = dict.fromkeys(names, tensors["model.embed_tokens.weight"])
     placed = set[str]()
 
-    def place(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def part(name: str, tensor: torch.Tensor) -> torch.Tensor:
         placed.add(name)
-        return tensor.double()
+        return tensor
 
-    Decoder(ModelConfig.from_folder(tmp_path), tensors | more, placement=WeightPlacement(place))
+    Decoder(ModelConfig.from_folder(tmp_path), tensors | more, torch.float64, torch.device("cpu"), split=Split(part))
     assert placed == set(tensors)

@@ -84,7 +84,7 @@ def subject_of(fields: Fields, dtype: torch.dtype, device: torch.device, slots: 
     config = config_of(fields)
     tensors = random_tensors(decoder_shapes(config), torch.bfloat16, REFERENCE)
     ops = operations_for("auto", config, dtype, device)
-    return Subject.of(Decoder.from_tensors(config, tensors, dtype, device, ops), slots)
+    return Subject.of(Decoder(config, tensors, dtype, device, ops), slots)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -147,7 +147,7 @@ def test_a_graph_computes_what_it_captured(device: torch.device, kind: str, in_8
     attention, slots = paged_attention(options, config), (CONTEXT + 1) * MOST_ROWS
     tensors = random_tensors(decoder_shapes(config), torch.bfloat16, REFERENCE)
     ops = operations_for("auto", config, torch.bfloat16, device)
-    model = Decoder.from_tensors(config, tensors, torch.bfloat16, device, ops, attention)
+    model = Decoder(config, tensors, torch.bfloat16, device, ops, attention)
     if in_8_bits:
         with_fp8(model, rounding_for("auto", config, device))
     captured = GraphedDecoder(model, attention, capture_of(options))
@@ -288,7 +288,8 @@ def test_a_row_that_heeds_its_company_is_seen() -> None:
             return super().logits(hidden) + len(hidden)
 
     config = config_of(TINY)
-    model = Heeding(config, random_tensors(decoder_shapes(config), torch.float32, REFERENCE))
+    tensors = random_tensors(decoder_shapes(config), torch.float32, REFERENCE)
+    model = Heeding(config, tensors, torch.float32, REFERENCE)
     subject = replace(subject_of(TINY, torch.float32, REFERENCE, SLOTS), model=model)
     alone, together = (row for row, _ in sweep(subject, "nodes", (1, 4)))
     assert float((together - alone).abs().max()) > 1

@@ -128,7 +128,7 @@ def test_the_fakes_refuse_what_a_device_would() -> None:
 @pytest.mark.usefixtures("elsewhere")
 def test_steps_of_a_model() -> None:
     for attention in (TorchAttention(CONFIG, KIND), Listed()):
-        model, pool = Decoder(CONFIG, empty(decoder_shapes(CONFIG)), attention=attention), pool_of(CONFIG)
+        model, pool = Decoder(CONFIG, empty(decoder_shapes(CONFIG)), KIND, THERE, attention=attention), pool_of(CONFIG)
         batch = batch_of()
         hidden, tapped = model.forward(batch, pool, (0, 2, CONFIG.num_layers))
         assert tapped is not None and tapped.shape == (8, 3 * HIDDEN)
@@ -138,7 +138,7 @@ def test_steps_of_a_model() -> None:
 @pytest.mark.usefixtures("elsewhere")
 def test_captured_steps_over_a_table() -> None:
     attention, pool, table = Listed(), pool_of(CONFIG), SlotTable(range(SLOTS, SLOTS + SPARE))
-    model = Decoder(CONFIG, empty(decoder_shapes(CONFIG)), attention=attention)
+    model = Decoder(CONFIG, empty(decoder_shapes(CONFIG)), KIND, THERE, attention=attention)
     row, builder = table.add_row(100), BatchBuilder()
     row.write(0, np.arange(30))
     builder.add_row([1, 2, 3], [30, 31, 31], [40, 41, 42], row, 30, [1, 3, 5], 3)

@@ -132,7 +132,7 @@ def test_halves_that_can_be_compiled_are_those_of_the_specification(model_type: 
     tensors = random_tensors(decoder_shapes(config), dtype, CPU)
     words, logits = random_words(np.random.default_rng(0), 5), []
     for ops in (TORCH, CompiledOps(before_attention, TORCH.after_attention)):
-        subject = Subject.of(Decoder(config, tensors, ops), 40)
+        subject = Subject.of(Decoder(config, tensors, dtype, CPU, ops), 40)
         prompt, tree = BatchBuilder(), BatchBuilder()
         prompt.add(list(range(9)), range(9), list(range(20, 29)), np.zeros(0, np.int64), logits="all")
         tree.add(list(range(5)), [8 + word.bit_count() for word in words], [3, 1, 4, 15, 9], np.arange(20, 29), words,

@@ -35,7 +35,7 @@ SLOTS = 600
 
 @pytest.fixture(scope="module")
 def decoder(tiny_folder: Path) -> Decoder:
-    return Decoder.from_tensors(ModelConfig.from_folder(tiny_folder), load_tensors(tiny_folder), torch.float64, CPU)
+    return Decoder(ModelConfig.from_folder(tiny_folder), load_tensors(tiny_folder), torch.float64, CPU)
 
 
 def graphed(decoder: Decoder, capture: Callable[[Callable[[], None]], Replay] = capture_eager) -> GraphedDecoder:

@@ -286,7 +286,7 @@ def test_kernels_that_round_otherwise_are_told_apart(tiny_folder: Path) -> None:
         pass
 
     def decoder(ops: LayerOps, attention: TorchAttention) -> Decoder:
-        return Decoder.from_tensors(config, tensors, torch.float32, torch.device("cpu"), ops, attention)
+        return Decoder(config, tensors, torch.float32, torch.device("cpu"), ops, attention)
 
     fused = replace(TORCH, name="fused")
     models: list[CausalModel] = [decoder(TORCH, torch_s), decoder(fused, torch_s), decoder(TORCH, Paged(

@@ -124,13 +124,13 @@ class Captured:
 def captured(monkeypatch: pytest.MonkeyPatch) -> Iterator[Captured]:
     shape = config()
     tensors = tiny_tensors(tiny_config(num_attention_heads=4, num_key_value_heads=2, head_dim=64))
-    right = Decoder.from_tensors(shape, tensors, torch.bfloat16, CPU, attention=TorchAttention(shape, torch.bfloat16))
+    right = Decoder(shape, tensors, torch.bfloat16, CPU, attention=TorchAttention(shape, torch.bfloat16))
     pool = KVPool(shape.num_layers, SLOTS, shape.num_kv_heads, shape.head_dim, torch.bfloat16)
     pool.kv.copy_(kv_of(shape))
     with pretended() as gpu:
         monkeypatch.setitem(sys.modules, "flashinfer", library(gpu))
         attention = FlashInferAttention(shape, torch.bfloat16, GPU)
-        decoder = Decoder.from_tensors(shape, tensors, torch.bfloat16, GPU, attention=attention)
+        decoder = Decoder(shape, tensors, torch.bfloat16, GPU, attention=attention)
         model = GraphedDecoder(decoder, attention, CudaCapture(GPU), SIZES)
         slots = SLOTS + model.spare_slots
         far = KVPool(shape.num_layers, slots, shape.num_kv_heads, shape.head_dim, torch.bfloat16, GPU)

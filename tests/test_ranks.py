@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import psutil
@@ -24,13 +25,15 @@ from bench.fleet import Process, free_port
 from slipstream.base.config import ModelSection
 from slipstream.base.errors import ModelError, RanksLost, Unavailable
 from slipstream.drafting.ngram import NgramDrafter
-from slipstream.engine.attention import TorchAttention
+from slipstream.engine.attention import Attention, TorchAttention
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
+from slipstream.engine.decoder import Decoder
 from slipstream.engine.graphs import GraphedDecoder, Replay, Size, capture_eager
 from slipstream.engine.loading import load_model
-from slipstream.engine.model import load_tensors
+from slipstream.engine.model import ModelConfig, Tensors, load_tensors
 from slipstream.engine.orders import (
     ForwardOrder,
+    Group,
     LogitsOrder,
     Rendezvous,
     WarmOrder,
@@ -38,7 +41,7 @@ from slipstream.engine.orders import (
     encode_order,
     pipe_of,
 )
-from slipstream.engine.ranks import RankedModel, part_config, part_of, ranked_model, sharded_decoder
+from slipstream.engine.ranks import RankedModel, part_config, part_of, ranked_model, split_for
 from slipstream.engine.runner import ModelRunner
 from slipstream.observe.vitals import Vitals, wait_until_stopped
 from slipstream.protocol.requests import Request, Sampling
@@ -118,6 +121,12 @@ class Threads:
         return found
 
 
+def part_decoder(config: ModelConfig, tensors: Tensors, group: Threads, attention: Attention | None = None) -> Decoder:
+    """A rank's part of the model with this config and these tensors."""
+    split = split_for(config, tensors, cast(Group, group), torch.float64, CPU)
+    return Decoder(part_config(config, group.ranks), tensors, torch.float64, CPU, attention=attention, split=split)
+
+
 @pytest.mark.parametrize(("kind", "ranks", "tied", "changes"), [
     ("llama", 2, False, {}), ("qwen2", 2, True, {}), ("mistral", 4, True, {}), ("qwen3", 4, False, {}),
     ("llama", 4, False, {"hidden_size": 50, "attention_bias": True, "mlp_bias": True})])
@@ -132,7 +141,7 @@ def test_every_family_cut_in_parts_is_whole(tmp_path: Path, kind: str, ranks: in
 
     def run(rank: int) -> torch.Tensor:
         group = Threads(rank, ranks, table, barrier)
-        runner = ModelRunner(sharded_decoder(whole.config, load_tensors(written_to), group, torch.float64, CPU), 80)
+        runner = ModelRunner(part_decoder(whole.config, load_tensors(written_to), group), 80)
         assert runner.pool.kv.shape[3] == 1
         return torch.cat([group.all_gather(runner.forward(batch)) for batch in (prompt(), tree())])
 
@@ -149,10 +158,10 @@ def test_a_tensor_that_nothing_reads_is_no_matter_for_ranks_either(tmp_path: Pat
     tensors = load_tensors(folder) | {"spare": torch.zeros(3), "o_proj": torch.zeros(())}
     config = load_model(folder, ModelSection(dtype="float64")).config
     group = Threads(0, 2, [torch.empty(0)] * 2, threading.Barrier(1))
-    assert sharded_decoder(config, tensors, group, torch.float64, CPU).config == part_config(config, 2)
+    assert part_decoder(config, tensors, group).config == part_config(config, 2)
     name = "model.layers.1.self_attn.o_proj.weight"
     with pytest.raises(ModelError, match=name):
-        sharded_decoder(config, tensors | {name: torch.zeros(48)}, group, torch.float64, CPU)
+        part_decoder(config, tensors | {name: torch.zeros(48)}, group)
 
 
 def test_two_processes_give_the_logits_and_states_of_one(folder: Path, cut: RankedModel) -> None:
@@ -306,7 +315,7 @@ def test_captured_steps_of_ranks_are_those_of_one(folder: Path, fails: bool) -> 
     def run(rank: int) -> torch.Tensor:
         group = Threads(rank, 2, table, barrier)
         paged = TorchAttention(part_config(whole.config, 2), torch.float64)
-        decoder = sharded_decoder(whole.config, load_tensors(folder), group, torch.float64, CPU, paged)
+        decoder = part_decoder(whole.config, load_tensors(folder), group, paged)
         captured = 0
 
         def capture(run: Callable[[], None]) -> Replay:

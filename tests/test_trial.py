@@ -75,7 +75,7 @@ def test_graphs_that_replay_something_else_do_not_serve(monkeypatch: pytest.Monk
         monkeypatch.setitem(sys.modules, "flashinfer", library(gpu, attended))
         attention = FlashInferAttention(shape, torch.bfloat16, GPU)
         tensors = tiny_tensors(tiny_config(num_attention_heads=4, num_key_value_heads=2, head_dim=64))
-        decoder = Decoder.from_tensors(shape, tensors, torch.bfloat16, GPU, attention=attention)
+        decoder = Decoder(shape, tensors, torch.bfloat16, GPU, attention=attention)
         right = GraphedDecoder(decoder, attention, CudaCapture(GPU), SIZES)
         wrong = GraphedDecoder(decoder, attention, Forgetful(), SIZES)
         pool = KVPool(shape.num_layers, right.spare_slots, shape.num_kv_heads, shape.head_dim, torch.bfloat16, GPU)

@@ -80,11 +80,11 @@ def test_a_forward_waits_for_nothing(tiny_folder: Path) -> None:
         builder.add([5, 6, 7], [0, 1, 2], [4, 2, 9], np.zeros(0, np.int64), words, 3 if words else 0)
         builder.add([8], [0], [11], np.zeros(0, np.int64))
         builders.append(builder)
-    near = ModelRunner(Decoder(config, tensors), 64)
+    near = ModelRunner(Decoder(config, tensors, torch.float64, torch.device("cpu")), 64)
     near.set_taps((0, 2))
     right = [near.forward(builder.build()) for builder in builders]
     with crossings() as counted:
-        runner = ModelRunner(Decoder(config, {name: sent(t) for name, t in tensors.items()}), 64)
+        runner = ModelRunner(Decoder(config, {name: sent(t) for name, t in tensors.items()}, torch.float64, FAR), 64)
         runner.set_taps((0, 2))
         counted.waits.clear()
         found = [runner.forward(builder.build(FAR)) for builder in builders]

@@ -105,8 +105,9 @@ def head_of(options: StageOptions, growth: GrowthSection, slots: int,
 
 def decoder_of(config: ModelConfig, options: StageOptions, attention: Attention | None = None) -> Decoder:
     """A decoder of any shape with random weights."""
-    return Decoder(config, random_tensors(decoder_shapes(config), torch.bfloat16, options.device),
-                   operations_for("auto", config, torch.bfloat16, options.device, without_trial), attention)
+    dtype, device = torch.bfloat16, options.device
+    return Decoder(config, random_tensors(decoder_shapes(config), dtype, device), dtype, device,
+                   operations_for("auto", config, dtype, device, without_trial), attention)
 
 
 def steps_of(model: CausalModel, options: StageOptions, expected: str = ">= 0.80", layer_itemsize: int = 0,

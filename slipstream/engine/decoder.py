@@ -13,7 +13,7 @@ It knows nothing about sessions, who owns slots, or files. Format: tensor names 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -42,49 +42,47 @@ MTP_LAYERS = "model.mtp_layers."  # MiMo's multi-token prediction layers, which 
 
 
 @dataclass(frozen=True, slots=True)
-class WeightPlacement:
-    """How a checkpoint's tensors become a decoder's. place: moves a tensor to its dtype and device; product: makes the
-    linear map of a matrix, by its name in ``LayerWeights``; head: lm_head rows to use instead of the checkpoint's (a
-    rank's part of the vocabulary)."""
+class Split:
+    """What makes a decoder a rank's part of one; without arguments it is whole. part: a rank's part of a checkpoint's
+    tensor, by its name; product: makes the linear map of a matrix, by its name in ``LayerWeights``; head: lm_head rows
+    to use instead of the checkpoint's (a rank's part of the vocabulary)."""
 
-    place: Callable[[str, torch.Tensor], torch.Tensor]
+    part: Callable[[str, torch.Tensor], torch.Tensor] = lambda _name, tensor: tensor
     product: Callable[[str, Matrix, torch.Tensor | None], Linear] = linear
     head: torch.Tensor | None = None
 
 
-UNCHANGED = WeightPlacement(lambda _name, tensor: tensor)
+WHOLE = Split()
 
 
 class Decoder:
-    """A whole model of the family; see ``model.CausalModel``."""
+    """A whole model of the family, or a rank's part; see ``model.CausalModel``."""
 
     __slots__ = ("_embedding", "_head", "_layers", "_norms", "_ops", "attention", "config", "device", "dtype", "rope")
 
-    def __init__(self, config: ModelConfig, tensors: Tensors, ops: LayerOps = TORCH,
-                 attention: Attention | None = None, placement: WeightPlacement = UNCHANGED) -> None:
-        """tensors: by name; ops: the operations of a layer; attention: None is torch's. Raises ModelError naming a
-        tensor."""
-        self.config, self._ops = config, ops
-        own_head = placement.head is None and not config.tied_embeddings
-        outer = {name: placement.place(name, tensors[name]) for name in (EMBEDDING, NORM, *([HEAD] if own_head else []))
-                 if name in tensors}
-        self._embedding = require_tensor(outer, EMBEDDING, config.vocab_size, config.hidden_size)
-        self.dtype, self.device = self._embedding.dtype, self._embedding.device
-        self._layers = [_layer(config, tensors, f"{LAYERS}{i}", ops, placement) for i in range(config.num_layers)]
-        self._norms = next_norms(self._layers, require_tensor(outer, NORM, config.hidden_size))
-        head = self._embedding if placement.head is None else placement.head
-        self._head = Linear(require_tensor(outer, HEAD, config.vocab_size, config.hidden_size) if own_head else head)
-        self.rope = Rope(config, self.dtype, self.device)
-        self.attention = attention or TorchAttention(config, self.dtype)
+    def __init__(self, config: ModelConfig, tensors: Tensors, dtype: torch.dtype, device: torch.device,
+                 ops: LayerOps = TORCH, attention: Attention | None = None, split: Split = WHOLE) -> None:
+        """tensors: by name, of any float dtype on any device, copied to ``dtype`` and ``device``; those of integers are
+        ignored; ops: the operations of a layer; attention: None is torch's. Raises ModelError naming a tensor."""
 
-    @staticmethod
-    def from_tensors(config: ModelConfig, tensors: Tensors, dtype: torch.dtype, device: torch.device,
-                     ops: LayerOps = TORCH, attention: Attention | None = None) -> Decoder:
-        """As ``Decoder(...)``, for tensors of any float dtype on any device; they are moved to ``dtype`` and
-        ``device``. Tensors of integers are ignored."""
-        floats = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
-        placement = WeightPlacement(lambda _, tensor: tensor.to(device, dtype, copy=True))
-        return Decoder(config, floats, ops, attention, placement)
+        def placed(names: Iterable[str]) -> dict[str, torch.Tensor]:
+            return {name: split.part(name, tensors[name]).to(device, dtype, copy=True) for name in names
+                    if name in tensors and tensors[name].is_floating_point()}
+
+        def layer(prefix: str) -> DecoderLayer:
+            own = placed(layer_shapes(config, prefix))
+            return DecoderLayer(LayerWeights.from_tensors(config, own, prefix, split.product), ops)
+
+        self.config, self.dtype, self.device, self._ops = config, dtype, device, ops
+        own_head = split.head is None and not config.tied_embeddings
+        outer = placed((EMBEDDING, NORM, HEAD) if own_head else (EMBEDDING, NORM))
+        self._embedding = require_tensor(outer, EMBEDDING, config.vocab_size, config.hidden_size)
+        self._layers = [layer(f"{LAYERS}{i}") for i in range(config.num_layers)]
+        self._norms = next_norms(self._layers, require_tensor(outer, NORM, config.hidden_size))
+        head = self._embedding if split.head is None else split.head
+        self._head = Linear(require_tensor(outer, HEAD, config.vocab_size, config.hidden_size) if own_head else head)
+        self.rope = Rope(config, dtype, device)
+        self.attention = attention or TorchAttention(config, dtype)
 
     @property
     def kernels(self) -> str:
@@ -140,9 +138,3 @@ def unread_names(config: ModelConfig, tensors: Tensors) -> list[str]:
 def _head_repeats_embedding(tensors: Tensors) -> bool:
     head, embedding = tensors.get(HEAD), tensors.get(EMBEDDING)
     return head is None or embedding is None or torch.equal(head.to(embedding.dtype), embedding)
-
-
-def _layer(config: ModelConfig, tensors: Tensors, prefix: str, ops: LayerOps,
-           placement: WeightPlacement) -> DecoderLayer:
-    own = {name: placement.place(name, t) for name, t in tensors.items() if name.startswith(f"{prefix}.")}
-    return DecoderLayer(LayerWeights.from_tensors(config, own, prefix, placement.product), ops)

@@ -23,7 +23,7 @@ from slipstream import __version__
 from slipstream.base.config import ModelSection
 from slipstream.base.errors import ModelError
 from slipstream.engine.batch import rows_batch
-from slipstream.engine.decoder import Decoder, unread_names
+from slipstream.engine.decoder import WHOLE, Decoder, Split, unread_names
 from slipstream.engine.flashinfer import FlashInferAttention, attention_for
 from slipstream.engine.fp8 import with_fp8
 from slipstream.engine.fp8_blocks import FIELD
@@ -94,7 +94,7 @@ def load_model(folder: str | Path, section: ModelSection, compile_layers: bool =
         return NativeDecoder(config, tensors, team, int8)
 
     model = native_or(choice, dtype, device, "model", native,
-                      partial(_torch_decoder, config, tensors, dtype, device, section, compile_layers))
+                      partial(torch_decoder, config, tensors, dtype, device, section, compile_layers))
     return check_exact(model) if native_required else model
 
 
@@ -120,10 +120,11 @@ def graphed(model: CausalModel, all_agree: Callable[[bool], bool] = bool) -> Cau
     return model
 
 
-def _torch_decoder(config: ModelConfig, tensors: Tensors, dtype: torch.dtype, device: torch.device,
-                   section: ModelSection, compile_layers: bool) -> Decoder:
-    attention = attention_for(config, dtype, device)
-    make = partial(Decoder.from_tensors, config, tensors, dtype, device, attention=attention)
+def torch_decoder(config: ModelConfig, tensors: Tensors, dtype: torch.dtype, device: torch.device,
+                  section: ModelSection, compile_layers: bool = False, split: Split = WHOLE) -> Decoder:
+    """A decoder on torch, with the kernels and the quantisation of ``section``. config: of the rank's part, if there is
+    a ``split``; tensors: of the whole model."""
+    make = partial(Decoder, config, tensors, dtype, device, attention=attention_for(config, dtype, device), split=split)
     decoder = (compiled(lambda ops: make(ops=ops), _warm_up, "model") if compile_layers
                else make(ops=operations_for(section.kernels, config, dtype, device)))
     if section.quantize == "fp8":

@@ -34,6 +34,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -43,15 +44,12 @@ import torch.nn.functional as F
 from slipstream.base.config import LogSection, ModelSection
 from slipstream.base.errors import ModelError, RanksLost, SlipstreamError, first_line
 from slipstream.base.offload import main_command
-from slipstream.engine.attention import Attention
 from slipstream.engine.batch import ForwardBatch
-from slipstream.engine.decoder import Decoder, WeightPlacement, unread_names
-from slipstream.engine.flashinfer import attention_for
-from slipstream.engine.fp8 import with_fp8
+from slipstream.engine.decoder import Split, unread_names
 from slipstream.engine.graphs import GraphedDecoder
 from slipstream.engine.int8 import EMBEDDING, HEAD, Matrix, check_floats, holds_int8, with_embedding
 from slipstream.engine.kv import KVPool
-from slipstream.engine.loading import graphed
+from slipstream.engine.loading import graphed, torch_decoder
 from slipstream.engine.model import (
     CausalModel,
     ModelConfig,
@@ -62,8 +60,7 @@ from slipstream.engine.model import (
     require_tensor,
     warn_unread,
 )
-from slipstream.engine.ops.fused import operations_for, rounding_for
-from slipstream.engine.ops.layer import TORCH, LayerOps, Linear
+from slipstream.engine.ops.layer import Linear
 from slipstream.engine.orders import (
     ForwardOrder,
     Group,
@@ -133,15 +130,11 @@ def load_part(part: RankPart, group: Group) -> CausalModel:
     """The model of this rank. Raises ModelError."""
     config = ModelConfig.from_folder(part.folder)
     dtype, device = dtype_of(part.section.dtype), part.torch_device
-    own = part_config(config, part.ranks)
-    attention = attention_for(own, dtype, device)
     tensors = with_embedding(config, load_tensors(part.folder))
     if part.rank == 0:
         warn_unread(part.folder, unread_names(config, tensors))
-    decoder = sharded_decoder(config, tensors, group, dtype, device, attention,
-                              operations_for(part.section.kernels, own, dtype, device))
-    if part.section.quantize == "fp8":
-        with_fp8(decoder, rounding_for(part.section.kernels, own, device))
+    decoder = torch_decoder(part_config(config, part.ranks), tensors, dtype, device, part.section,
+                            split=split_for(config, tensors, group, dtype, device))
     return graphed(decoder, group.all_agree)
 
 
@@ -178,22 +171,16 @@ def part_head(config: ModelConfig, tensors: Tensors, rank: int, ranks: int) -> t
     return F.pad(rows, (0, 0, 0, width - len(rows)))
 
 
-def sharded_decoder(config: ModelConfig, tensors: Tensors, group: Group, dtype: torch.dtype, device: torch.device,
-                    attention: Attention | None = None, ops: LayerOps = TORCH) -> Decoder:
-    """This rank's part of a decoder; its logits cover its part of the vocabulary. config, tensors: of the whole model;
-    attention, ops: for the part. Raises ModelError."""
-    part = part_config(config, group.ranks)
-    own = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point() and name != HEAD}
+def split_for(config: ModelConfig, tensors: Tensors, group: Group, dtype: torch.dtype, device: torch.device) -> Split:
+    """What makes a decoder this rank's part; its logits cover its part of the vocabulary. config, tensors: of the whole
+    model. Raises ModelError."""
     head = part_head(config, tensors, group.rank, group.ranks).to(device, dtype, copy=True)
-
-    def place(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        return part_of_tensor(name, tensor, group.rank, group.ranks).to(device, dtype, copy=True)
 
     def product(name: str, weight: Matrix, bias: torch.Tensor | None) -> Linear:
         assert isinstance(weight, torch.Tensor)
         return Linear(weight, bias, group.all_reduce if name in SUMMED else None)
 
-    return Decoder(part, own, ops, attention, WeightPlacement(place, product, head))
+    return Split(partial(part_of_tensor, rank=group.rank, ranks=group.ranks), product, head)
 
 
 END_S = 10.0  # how long ranks may take to end by themselves
