@@ -43,7 +43,7 @@ from slipstream.engine.kv import KVPool, Slots, SlotTable
 from slipstream.engine.model import DTYPES, CausalModel, Map, ModelConfig, dtype_of
 from slipstream.engine.native.decoder import NativeDecoder
 from slipstream.engine.native.program import fits
-from slipstream.engine.ops.layer import Linear, norm_parts
+from slipstream.engine.ops.layer import Linear, PartsNorm
 from slipstream.protocol.messages import Features, FeatureSpec, Projection
 
 CGROUP = Path("/sys/fs/cgroup")  # a container sees its own cgroup there
@@ -195,20 +195,17 @@ def _gb(size: int) -> float:
 class Fusion:
     """x [M, F] -> x W^T [M, H]. With a norm, the norm is applied to x first."""
 
-    __slots__ = ("_dtype", "_norm", "_norm_eps", "_norm_width", "_product")
+    __slots__ = ("_dtype", "_norm", "_product")
 
-    def __init__(self, weight: torch.Tensor, norm: torch.Tensor | None = None, norm_width: int = 0,
-                 norm_eps: float = 0.0, linear: Callable[[torch.Tensor], Map] = Linear) -> None:
-        """weight: W [H, F]; norm: RMS norm weight [F], or None; norm_width: how many numbers are normed together;
-        linear: makes the function x -> x W^T of W, on the device of the states."""
-        self._product, self._dtype = linear(weight), weight.dtype
-        self._norm, self._norm_width, self._norm_eps = norm, norm_width, norm_eps
+    def __init__(self, weight: torch.Tensor, norm: PartsNorm | None,
+                 linear: Callable[[torch.Tensor], Map] = Linear) -> None:
+        """weight: W [H, F]; linear: makes the function x -> x W^T of W, on the device of the states."""
+        self._product, self._dtype, self._norm = linear(weight), weight.dtype, norm
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         rows = rows.to(self._dtype)
         if self._norm is not None:
-            self._norm = self._norm.to(rows.device)
-            rows = norm_parts(rows, self._norm, self._norm_width, self._norm_eps)
+            rows = self._norm(rows)
         return self._product(rows)
 
 
@@ -221,8 +218,7 @@ class FeatureWriter:
         """linear: see ``Fusion``; fused: the rows that it gets were fused during the forward already."""
         self.fused = fused
         self._dtype, projection = dtype_of(spec.dtype), None if fused else spec.projection
-        self._fusion = None if projection is None else Fusion(*_weights_of(projection), projection.norm_width,
-                                                              projection.norm_eps, linear)
+        self._fusion = None if projection is None else Fusion(*_weights_of(projection), linear)
 
     def passes_unchanged(self, dtype: torch.dtype) -> bool:
         """Whether rows of this dtype are sent unchanged."""
@@ -263,33 +259,32 @@ class FeatureReader:
 
 
 def fused_reader(layers: tuple[int, ...], dtype: str, project: bool, weight: torch.Tensor,
-                 norm: torch.Tensor | None = None, norm_width: int = 0, norm_eps: float = 0.0,
-                 then: Map | None = None) -> FeatureReader:
+                 norm: PartsNorm | None = None, then: Map | None = None) -> FeatureReader:
     """A reader of the states of ``layers``, fused by a ``Fusion`` of ``weight`` [H, F] and ``norm``. dtype: on the
     wire; project: the target applies the fusion if that makes rows shorter; then: a further map of the fused rows,
     always applied here."""
     if project and weight.shape[0] < weight.shape[1]:
-        projection = _projection_of(weight, dtype, norm, norm_width, norm_eps)
+        projection = _projection_of(weight, dtype, norm)
         return FeatureReader(FeatureSpec(layers, projection.rows, dtype, projection), weight.device, weight.dtype, then)
-    fusion = Fusion(weight, norm, norm_width, norm_eps)
+    fusion = Fusion(weight, norm)
     return FeatureReader(FeatureSpec(layers, weight.shape[1], dtype), weight.device, weight.dtype,
                          fusion if then is None else lambda rows: then(fusion(rows)))
 
 
-def _projection_of(weight: torch.Tensor, dtype: str, norm: torch.Tensor | None, norm_width: int,
-                   norm_eps: float) -> Projection:
+def _projection_of(weight: torch.Tensor, dtype: str, norm: PartsNorm | None) -> Projection:
     """The fusion as it is sent to a target."""
-    matrix = weight if norm is None else torch.cat((weight, norm[None]))
+    matrix = weight if norm is None else torch.cat((weight, norm.weight[None]))
     content = matrix.cpu().contiguous().view(torch.uint8).numpy().tobytes()
-    return Projection(weight.shape[0], weight.shape[1], dtype, hashlib.sha256(content).digest(), content, norm_width,
-                      norm_eps if norm_width else 0.0)
+    return Projection(weight.shape[0], weight.shape[1], dtype, hashlib.sha256(content).digest(), content,
+                      *((norm.width, norm.eps) if norm is not None else ()))
 
 
-def _weights_of(projection: Projection) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The weight [rows, columns] and the norm [columns] or None, both in the projection's dtype."""
+def _weights_of(projection: Projection) -> tuple[torch.Tensor, PartsNorm | None]:
+    """The weight [rows, columns] and the norm of ``columns`` numbers or None, both in the projection's dtype."""
     flat = torch.frombuffer(bytearray(projection.weights), dtype=dtype_of(projection.dtype))
-    matrix = flat.view(-1, projection.columns)
-    return matrix[: projection.rows], matrix[projection.rows].clone() if projection.norm_width else None
+    matrix, width = flat.view(-1, projection.columns), projection.norm_width
+    norm = PartsNorm(matrix[projection.rows].clone(), width, projection.norm_eps) if width else None
+    return matrix[: projection.rows], norm
 
 
 PROFILE_CONTEXT = 128

@@ -39,6 +39,7 @@ from slipstream.engine.ops.layer import (
     LayerOps,
     LayerWeights,
     Linear,
+    PartsNorm,
     Rope,
     Step,
     linear,
@@ -212,15 +213,15 @@ def _reader(head: EagleHead, tensors: Tensors, dtype: str, project: bool) -> Fea
     if head.joint:
         return FeatureReader(FeatureSpec(head.taps, width, dtype), fc.device, fc.dtype)
     bias = tensors.get("fc.bias")
-    return fused_reader(head.taps, dtype, project, fc, *_norms(tensors, width, len(head.taps)), head.config.norm_eps,
+    return fused_reader(head.taps, dtype, project, fc, _norm(tensors, width, len(head.taps), head.config.norm_eps),
                         None if bias is None else lambda rows: rows + bias)
 
 
-def _norms(tensors: Tensors, width: int, num_taps: int) -> tuple[torch.Tensor | None, int]:
-    """The weights of the norms before ``fc`` [width], and how many numbers are normed together; None and 0: there is
-    no norm."""
+def _norm(tensors: Tensors, width: int, num_taps: int, eps: float) -> PartsNorm | None:
+    """The norm of ``width`` numbers before ``fc``, if there is one."""
     if "input_norm.weight" in tensors:
-        return tensors["input_norm.weight"], width
+        return PartsNorm(tensors["input_norm.weight"], width, eps)
     if "fc_norm.0.weight" in tensors:
-        return torch.cat([tensors[f"fc_norm.{i}.weight"] for i in range(num_taps)]), width // num_taps
-    return None, 0
+        weight = torch.cat([tensors[f"fc_norm.{i}.weight"] for i in range(num_taps)])
+        return PartsNorm(weight, width // num_taps, eps)
+    return None

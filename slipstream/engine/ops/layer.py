@@ -355,11 +355,18 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
-def norm_parts(x: torch.Tensor, weight: torch.Tensor, width: int, eps: float) -> torch.Tensor:
-    """x [T, W], of which each ``width`` numbers are normed by themselves (``rms_norm``), with weight [W]."""
-    count = len(weight) // width
-    parts = zip(x.chunk(count, 1), weight.chunk(count), strict=True)
-    return torch.cat([rms_norm(part, own, eps) for part, own in parts], 1)
+@dataclass(frozen=True, slots=True)
+class PartsNorm:
+    """A norm of rows [T, W] of which each ``width`` numbers are normed by themselves (``rms_norm``)."""
+
+    weight: torch.Tensor  # [W]
+    width: int
+    eps: float
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        count, weight = len(self.weight) // self.width, self.weight.to(x.device)
+        parts = zip(x.chunk(count, 1), weight.chunk(count), strict=True)
+        return torch.cat([rms_norm(part, own, self.eps) for part, own in parts], 1)
 
 
 def add_norm(x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor,
