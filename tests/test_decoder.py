@@ -93,14 +93,14 @@ def test_taps_follow_the_convention_and_are_read_by_slot(tiny_folder: Path) -> N
     runner.set_taps((0, 1, 2))
     logits, slots = run(runner, TEXT)
     rows = runner.features(slots)
-    assert rows.shape == (len(TEXT), runner.feature_width) == (len(TEXT), 3 * 48)
+    assert rows.shape == (len(TEXT), 3 * 48)
     entering, middle, final = rows.view(-1, 3, 48).unbind(1)
     assert torch.equal(entering, model._embedding[TEXT])
     assert far(model.logits(final), logits) < 1e-12
     assert far(middle, entering) > 0.1 and far(middle, final) > 0.1
     assert torch.equal(runner.features(slots[[7, 3]]), rows[[7, 3]])
     runner.set_taps(())
-    assert runner.feature_width == 0
+    assert runner.taps == ()
     run(runner, TEXT)
 
 

@@ -128,7 +128,7 @@ def test_rows_that_are_joined_on_their_way_are_those_that_are_joined_when_they_a
     try:
         for spec, width in ((joined, 64), (raw, 192)):
             rows = runner.keep_features(spec)
-            assert runner.feature_width == width
+            assert runner.features(slots).shape[1] == width
             assert runner.features_from(slots) == len(TEXT), "older rows are forgotten"
             runner.logits_and_best(batch, GREEDY)
             found.append(runner.feature_bytes(slots, rows))
@@ -146,7 +146,7 @@ def test_rows_that_are_joined_on_their_way_are_those_that_are_joined_when_they_a
         assert held >= {(False, False), (True, True)}
         normed = replace(joined, projection=replace(by, norm_width=64, weights=content + content[:384]))
         runner.keep_features(normed)
-        assert runner.feature_width == 192, "what norms stand before is joined when it is read"
+        assert runner.features(slots).shape[1] == 192, "what norms stand before is joined when it is read"
     finally:
         runner.slots.free(slots)
         runner.set_taps((0, 1, 2))

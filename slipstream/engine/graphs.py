@@ -23,12 +23,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from slipstream.base.errors import first_line
 from slipstream.engine.attention import (
     PagedAttention,
-    PagePlan,
     PageTensors,
     largest_row_error,
     packed,
@@ -108,12 +106,6 @@ def padded(batch: ForwardBatch, size: Size, spare: Sequence[int]) -> ForwardBatc
                         table=batch.table)
 
 
-def static_rows(batch: ForwardBatch, plan: PagePlan) -> NDArray[np.int64]:
-    """int64 [3 * T + packed_size]: tokens, positions and slots of the rows, then the plan, as in ``CapturedStep``."""
-    host = batch.host
-    return np.concatenate((host.tokens, host.positions, host.slots, packed(plan)))
-
-
 def capture_eager(run: Callable[[], None]) -> Replay:
     """The capture for devices without graphs: a replay calls ``run`` again."""
     run()
@@ -155,6 +147,7 @@ class CapturedStep:
         self._size, self._spare = size, spare
         self._window = model.config.sliding_window
         rows = size.rows
+        # Tokens, positions and slots of the rows, then the plan.
         self._rows = torch.zeros(3 * rows + packed_size(rows, size.segments), dtype=torch.int64, device=model.device)
         self._pages = PageTensors.within(self._rows[3 * rows :], indices, rows)
         self._attend = attend = attention.fixed(self._pages)
@@ -184,8 +177,8 @@ class CapturedStep:
 
     def _write(self, batch: ForwardBatch, mirror: Mirror | None) -> bool:
         full = padded(batch, self._size, self._spare)
-        plan = plan_pages(full, self._window)
-        rows = static_rows(full, plan)
+        plan, host = plan_pages(full, self._window), full.host
+        rows = np.concatenate((host.tokens, host.positions, host.slots, packed(plan)))
         if mirror is None:
             self._rows.copy_(torch.from_numpy(rows), non_blocking=True)
             write_indices(self._pages, plan)
@@ -318,9 +311,10 @@ class GraphedDecoder:
             return None
         assert self._pool is not None
         self._drop_other_taps(taps)
-        reason, step = "", None
+        first, reason, step = self._pool.num_slots - self.spare_slots, "", None
         try:
-            step = self._capture_step(size, self._pool, taps)
+            step = CapturedStep(self._model, self._attention, self._indices, size, self._pool,
+                                range(first, first + self._most_rows), taps, self._capture)
         except RuntimeError as error:
             reason = first_line(error)
         if self._all_agree(step is not None) and step is not None:  # a trial needs all ranks
@@ -342,8 +336,3 @@ class GraphedDecoder:
         """Drop the graphs of other taps, so that a draft that asks for new taps at each handshake fills no memory."""
         self._steps = {key: step for key, step in self._steps.items() if key[1] == taps}
         self._failed = {key: failed for key, failed in self._failed.items() if key[1] == taps}
-
-    def _capture_step(self, size: Size, pool: KVPool, taps: tuple[int, ...]) -> CapturedStep:
-        first = pool.num_slots - self.spare_slots
-        return CapturedStep(self._model, self._attention, self._indices, size, pool,
-                            range(first, first + self._most_rows), taps, self._capture)

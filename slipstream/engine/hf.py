@@ -119,16 +119,16 @@ class Probe:
 class HFModel:
     """A transformers model; see ``model.CausalModel``."""
 
-    __slots__ = ("_after_decoder", "_decoder", "_embed", "_text", "config", "device", "dtype")
+    __slots__ = ("_after_decoder", "_decoder", "config", "device", "dtype")
 
     def __init__(self, model: PreTrainedModel, eos_token_ids: tuple[int, ...] = ()) -> None:
         """model: in its final dtype, on its device. Raises ModelError for what this engine cannot compute exactly."""
         _attend_over_slots(model, model.dtype)
         whole: Any = model  # transformers leaves these untyped
-        self._decoder, self._text = whole.get_decoder(), whole.config.get_text_config()
-        self._embed, self._after_decoder = whole.get_input_embeddings(), _without_decoder(model, self._decoder)
+        self._decoder = whole.get_decoder()
+        self._after_decoder = _without_decoder(model, self._decoder)
         self.dtype, self.device = model.dtype, model.device
-        self.config = self._measure(eos_token_ids)
+        self.config = self._measure(whole.config.get_text_config(), whole.get_input_embeddings(), eos_token_ids)
 
     @staticmethod
     def from_folder(folder: str | Path, dtype: str, device: str) -> HFModel:
@@ -186,14 +186,11 @@ class HFModel:
                              slipstream_step=step, **options)
 
     @torch.inference_mode()
-    def _measure(self, eos_token_ids: tuple[int, ...]) -> ModelConfig:
-        text = self._text
-        where = f"{text.model_type} model"
-        probe = Probe()
-        start = torch.zeros(1, dtype=torch.int64, device=self.device)
+    def _measure(self, text: Any, embedding: Any, eos_token_ids: tuple[int, ...]) -> ModelConfig:
+        probe, start = Probe(), torch.zeros(1, dtype=torch.int64, device=self.device)
         self._run(start, start, probe)
-        rows, hidden = self._embed.weight.shape
-        return _config_of(text, probe, where, rows, hidden, eos_token_ids)
+        rows, hidden = embedding.weight.shape
+        return _config_of(text, probe, f"{text.model_type} model", rows, hidden, eos_token_ids)
 
 
 def check_tiny_copy(config: Any) -> None:

@@ -334,11 +334,6 @@ class ModelRunner:
     def config(self) -> ModelConfig:
         return self.model.config
 
-    @property
-    def feature_width(self) -> int:
-        """F: numbers in one feature row; 0 without taps."""
-        return self._features.shape[1] if self.taps else 0
-
     def keep_features(self, spec: FeatureSpec) -> FeatureWriter:
         """Keep the states that ``spec`` names from the next forward on. Returns the object that makes the spec's bytes
         from them. Raises DeviceFull as ``set_taps`` does, or OutOfMemoryError; then nothing has changed."""
@@ -364,7 +359,7 @@ class ModelRunner:
         problem = f"feature rows of layers {layers} need {_gb(size)} GB, which are not free"
         if size > SHARE * free_memory(self.model.device)[0] + old_bytes:
             raise DeviceFull(problem)
-        before = self.taps, self.feature_width, self._fusion, self._projection, self._writer_of_spec
+        before = self.taps, self._features.shape[1], self._fusion, self._projection, self._writer_of_spec
         try:
             fusion = None if projection is None else self.linear(_weights_of(projection)[0])
             self._allocate_features(layers, width, fusion, projection)
@@ -433,7 +428,7 @@ class ModelRunner:
         return Linear(weight.to(self.model.device))
 
     def features(self, slots: Sequence[int] | NDArray[np.int64]) -> torch.Tensor:
-        """[M, F], the feature rows of the tokens at ``slots``, in the model's dtype; F is ``feature_width``."""
+        """[M, F], the feature rows of the tokens at ``slots``, in the model's dtype."""
         assert self.taps, "no taps are set"
         indices, device = np.asarray(slots, np.int64), self._features.device
         index = torch.from_numpy(indices) if device.type == "cpu" else to_device(indices, device)

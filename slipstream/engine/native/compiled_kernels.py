@@ -53,20 +53,14 @@ class Kernels:
 
     @staticmethod
     def of(path: Path, flags: tuple[str, ...]) -> Kernels:
-        functions = ctypes.CDLL(str(path))
-        functions.slipstream_team_new.restype = ctypes.c_void_p
-        functions.slipstream_team_new.argtypes = [ctypes.c_int32]
-        functions.slipstream_team_delete.argtypes = [ctypes.c_void_p]
-        functions.slipstream_team_delete.restype = None
-        functions.slipstream_run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
-        functions.slipstream_run.restype = None
-        functions.slipstream_grow.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-        functions.slipstream_grow.restype = None
-        for pack in (functions.slipstream_pack, functions.slipstream_pack_int8):
-            pack.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
-            pack.restype = None
-        functions.slipstream_screen.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, *[ctypes.c_void_p] * 2]
-        functions.slipstream_screen.restype = ctypes.c_int32
+        functions, pointer, size = ctypes.CDLL(str(path)), ctypes.c_void_p, ctypes.c_int64
+        for name, result, arguments in (
+                ("team_new", pointer, (ctypes.c_int32,)), ("team_delete", None, (pointer,)),
+                ("run", None, (pointer, pointer, size, pointer)), ("grow", None, (pointer, pointer)),
+                ("pack", None, (pointer, size, size, pointer)), ("pack_int8", None, (pointer, size, size, pointer)),
+                ("screen", ctypes.c_int32, (pointer, size, size, pointer, pointer))):
+            function = getattr(functions, f"slipstream_{name}")
+            function.restype, function.argtypes = result, arguments
         return Kernels(functions, flags, functions.slipstream_lanes(), bool(functions.slipstream_tiles()))
 
 
