@@ -29,9 +29,6 @@ from numpy.typing import NDArray
 from slipstream.engine.kv import Row, SlotTable
 from slipstream.protocol.tree import MAX_NODES, DraftTree
 
-# The fields of ``HostRows`` that go to the device.
-DEVICE_FIELDS = ("tokens", "positions", "slots", "words", "logit_rows")
-
 
 @dataclass(frozen=True, slots=True)
 class HostRows:
@@ -44,15 +41,15 @@ class HostRows:
     logit_rows: NDArray[np.int64]  # [R]
     kv_slots: NDArray[np.int64]  # of all segments, one after the other, or a whole table; see ``ForwardBatch.begins``
 
-    def tensors(self, device: torch.device) -> Sequence[torch.Tensor]:
-        """The fields DEVICE_FIELDS as tensors on ``device``, in that order. ``kv_slots`` stay on the host, where
-        attention is planned."""
-        arrays = (self.tokens, self.positions, self.slots, self.words, self.logit_rows)
+    def tensors(self, device: torch.device) -> dict[str, torch.Tensor]:
+        """All fields but ``kv_slots``, which stay on the host, where attention is planned, as tensors on ``device``."""
+        arrays = {"tokens": self.tokens, "positions": self.positions, "slots": self.slots, "words": self.words,
+                  "logit_rows": self.logit_rows}
         if device.type == "cpu":
-            return [torch.from_numpy(array) for array in arrays]
+            return {name: torch.from_numpy(array) for name, array in arrays.items()}
         # Starting a copy to a device costs more than its bytes, so there is one copy for all.
-        whole = torch.from_numpy(np.concatenate(arrays)).to(device, non_blocking=True)
-        return whole.split_with_sizes([len(array) for array in arrays])
+        whole = torch.from_numpy(np.concatenate([*arrays.values()])).to(device, non_blocking=True)
+        return dict(zip(arrays, whole.split_with_sizes([*map(len, arrays.values())]), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +94,7 @@ class ForwardBatch:
 
     def _tensor(self, name: str) -> torch.Tensor:
         if name not in self._tensors:
-            self._tensors.update(zip(DEVICE_FIELDS, self.host.tensors(self.device), strict=True))
+            self._tensors.update(self.host.tensors(self.device))
         return self._tensors[name]
 
     def set_tensor(self, name: str, tensor: torch.Tensor) -> None:

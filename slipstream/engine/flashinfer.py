@@ -127,18 +127,16 @@ def attention_for(config: ModelConfig, dtype: torch.dtype, device: torch.device,
                   proof: Proof = rejection_reason) -> Attention:
     """FlashInfer's attention if it passes its trials, in another process and in this one; else torch's, with a warning
     on a GPU."""
-    reason = unsupported_reason(config, dtype, device)
-    if not reason:
-        try:
-            reason = proof("attention", config, dtype, device)
+    try:
+        reason = unsupported_reason(config, dtype, device) or proof("attention", config, dtype, device)
+        if not reason:
+            found = FlashInferAttention(config, dtype, device)
+            reason = disagreement(found, config, dtype, device)
             if not reason:
-                found = FlashInferAttention(config, dtype, device)
-                reason = disagreement(found, config, dtype, device)
-                if not reason:
-                    return found
-        except Exception as error:  # compilers, loaders and launches fail in their own ways
-            reason = first_line(error)
-            _clear_cuda_error(device)
+                return found
+    except Exception as error:  # compilers, loaders and launches fail in their own ways
+        reason = first_line(error)
+        _clear_cuda_error(device)
     if device.type == "cuda":
         logger("engine").warning("attention is torch's: slower, and without graphs", reason=reason)
     return TorchAttention(config, dtype)

@@ -23,10 +23,11 @@ def native_or(choice: str, dtype: torch.dtype, device: torch.device, what: str, 
     """The result of ``native`` with a Team of as many threads as torch has now; or that of ``other``, if choice is
     "torch", or if it is "auto" and the kernels cannot run here. what: its name in the log. Raises ModelError if choice
     is "native" and they cannot run."""
-    if choice == "torch" or (choice == "auto" and (dtype != torch.bfloat16 or device.type != "cpu")):
+    supported = dtype == torch.bfloat16 and device.type == "cpu"
+    if choice == "torch" or (choice == "auto" and not supported):
         return other()
     try:
-        if dtype != torch.bfloat16 or device.type != "cpu":
+        if not supported:
             raise ModelError("kernels 'native' are for dtype bfloat16 and device cpu; use kernels: auto")
         return native(Team(kernels(), torch.get_num_threads()))
     except ModelError as error:
