@@ -33,15 +33,12 @@ class Grammar:
             raise InvalidRequest("grammar", "is of an unknown kind")
         if not self.source:
             raise InvalidRequest("grammar", "is empty")
-        # A character has a byte at least: what is far too long is not encoded to be counted.
-        if len(self.source) > MAX_SOURCE or len(self._encoded()) > MAX_SOURCE:
-            raise InvalidRequest("grammar", f"is larger than {MAX_SOURCE} bytes")
-
-    def _encoded(self) -> bytes:
         try:
-            return self.source.encode()
+            size = len(self.source.encode())
         except UnicodeEncodeError as error:
             raise InvalidRequest("grammar", f"not Unicode text: a lone surrogate at character {error.start}") from None
+        if size > MAX_SOURCE:
+            raise InvalidRequest("grammar", f"is larger than {MAX_SOURCE} bytes")
 
 
 JSON_OBJECT = Grammar("json_schema", '{"type":"object"}')

@@ -117,7 +117,6 @@ class Outbox(Generic[Item]):
         self._batches: deque[tuple[Sequence[Item], int]] = deque()
         self._queued_bytes = 0
         self._closed = False
-        self._wake_scheduled = False
         self.filled = asyncio.Event()
         self._error: SlipstreamError | None = None
         self._failed = asyncio.Event()
@@ -132,10 +131,10 @@ class Outbox(Generic[Item]):
         with self._lock:
             if self._closed or not items:
                 return
+            needs_wake = not self._batches  # else the loop has been woken, and has not taken all
             self._batches.append((items, num_bytes))
             self._queued_bytes += num_bytes
             overflow = len(self._batches) > self._max_batches or self._queued_bytes > self._max_bytes
-            needs_wake, self._wake_scheduled = not self._wake_scheduled, True
         if overflow:
             self._fail(CapacityError("overflow"))
         elif needs_wake:
@@ -159,7 +158,6 @@ class Outbox(Generic[Item]):
                 num_bytes += batch_bytes
             self._queued_bytes -= num_bytes
             if not self._batches:
-                self._wake_scheduled = False
                 self.filled.clear()
         return taken
 
