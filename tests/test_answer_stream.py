@@ -67,9 +67,6 @@ class Steps:
         self.requests.append(request)
         return OneOfThem(self, request)
 
-    async def info(self) -> TargetInfo:
-        return INFO
-
 
 @dataclass
 class OneOfThem:
@@ -325,9 +322,6 @@ class Spoken:
     def submit(self, request: Request) -> TargetAnswer:
         return TargetAnswer(cast(TargetWorker, self), next(self.numbers), request)
 
-    async def info(self) -> TargetInfo:
-        return INFO
-
 
 class Written:
     """The line of a call: what a caller says, and which tokens and failures it reads."""
@@ -400,9 +394,6 @@ class Lingering:
 
     def submit(self, request: Request) -> Lingering:
         return self
-
-    async def info(self) -> TargetInfo:
-        return INFO
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
         await self.go.wait()
