@@ -341,6 +341,8 @@ def test_scores_just_above_zero_become_zero() -> None:
     (Open(3, ints(1, VOCAB), 1, Sampling()), "open.tokens"),
     (Open(3, ints(1, 2), 3, Sampling()), "open.prompt_len"),
     (Open(3, ints(1, 2), 2, Sampling(stop_token_ids=(VOCAB,))), "stop_token_ids"),
+    (Open(3, ints(1, 2), 2, Sampling(logit_bias=((VOCAB, 1.0),))), "logit_bias"),
+    (Open(3, ints(-1, 2), 2, Sampling()), "open.tokens"),
     (Commit(3, 5, ints()), "commit.tokens"),
     (Commit(3, 5, ints(*range(65))), "commit.tokens"),
     (Commit(3, CONTEXT, ints(1)), "commit.base"),
@@ -452,6 +454,8 @@ def test_rows_of_many_frames_are_not_copied_again_and_again() -> None:
     (replace(REQUEST, namespace="a b"), "namespace"),
     (replace(REQUEST, namespace="a\n"), "namespace"),
     (replace(REQUEST, sampling=Sampling(logit_bias=((VOCAB, 1.0),))), "logit_bias"),
+    (replace(REQUEST, sampling=Sampling(stop_token_ids=(VOCAB,))), "stop_token_ids"),
+    (replace(REQUEST, tokens=(-1,)), "prompt"),
 ])
 def test_bad_request_is_the_clients_fault(request_: Request, field: str) -> None:
     """Be it found when it is read or, as all backends do, before anything is done for it."""
