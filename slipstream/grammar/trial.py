@@ -38,7 +38,7 @@ from contextlib import suppress
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -242,23 +242,21 @@ def main() -> None:
     """Answer line by line. The first line has the path of the tokenizer and the time limit of a trial; each other line
     has a grammar."""
     limit_resources(MEMORY)
-    vocabulary: Vocabulary | None = None
-    cpu_s = CPU_S
+    file, cpu_s = json.loads(sys.stdin.buffer.readline())
+    try:
+        tokenizer = Tokenizer.from_file(file)
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        vocabulary = Vocabulary(tokenizer, tokenizer.get_vocab_size())
+        # The first grammar builds tables that each fork would else build again.
+        refusal_reason(vocabulary, JSON_OBJECT)
+    except Exception as error:
+        _reply(str(error)[:200] or type(error).__name__)
+        return
+    _reply("")
     for line in sys.stdin.buffer:
-        request: Any = json.loads(line)
-        if vocabulary is None:
-            problem = ""
-            try:
-                file, cpu_s = request
-                tokenizer = Tokenizer.from_file(file)
-                tokenizer.no_truncation()
-                tokenizer.no_padding()
-                vocabulary = Vocabulary(tokenizer, tokenizer.get_vocab_size())
-                # The first grammar builds tables that each fork would else build again.
-                refusal_reason(vocabulary, JSON_OBJECT)
-            except Exception as error:
-                problem = str(error)[:200] or type(error).__name__
-        else:
-            problem = _refusal_reason_in_fork(vocabulary, Grammar(*request), cpu_s)
-        sys.stdout.write(json.dumps(problem) + "\n")
-        sys.stdout.flush()
+        _reply(_refusal_reason_in_fork(vocabulary, Grammar(*json.loads(line)), cpu_s))
+
+
+def _reply(problem: str) -> None:
+    print(json.dumps(problem), flush=True)
