@@ -445,7 +445,7 @@ class VllmService:
             raise InvalidRequest("grammar", "this model's tokenizer is of no use for one", "unsupported_parameter")
         served = self._loaded.served
         served.check(request, min(served.max_context, served.num_slots))
-        if (waiting := len(self._answers) - self._max_running) > MAX_WAITING:
+        if (waiting := self._running_and_waiting[1]) > MAX_WAITING:
             raise CapacityError(f"{waiting} requests are waiting already")
         name = f"{request.request_id or 'request'}-{next(self._numbers)}"
         answer = VllmAnswer(self._loaded, name, request, self._metrics, self._spans, self._answers.discard)
@@ -454,17 +454,20 @@ class VllmService:
         return answer
 
     async def info(self) -> TargetInfo:
-        served, num_answers, max_running = self._loaded.served, len(self._answers), self._max_running
-        return TargetInfo(served.model_id, served.vocab_size, served.max_context, served.tokenizer_hash,
-                          min(num_answers, max_running), max(0, num_answers - max_running), self._draining,
-                          self._drafts, engine=f"vllm {self._loaded.version}", without=self._without,
+        served, (running, waiting) = self._loaded.served, self._running_and_waiting
+        without: tuple[Without, ...] = (("trees",) if self._loaded.keyed
+                                        else ("keyed_sampling", "trees", "resumed_samples"))
+        return TargetInfo(served.model_id, served.vocab_size, served.max_context, served.tokenizer_hash, running,
+                          waiting, self._draining, self._drafts, engine=f"vllm {self._loaded.version}", without=without,
                           identity=served.identity,
                           takes=tuple(need for need in SUPPORTED
                                       if need != "grammar" or self._loaded.trials is not None))
 
     @property
-    def _without(self) -> tuple[Without, ...]:
-        return ("trees",) if self._loaded.keyed else ("keyed_sampling", "trees", "resumed_samples")
+    def _running_and_waiting(self) -> tuple[int, int]:
+        """Answers that run, and those that wait for their turn in vLLM."""
+        running = min(len(self._answers), self._max_running)
+        return running, len(self._answers) - running
 
     async def drain(self, grace_s: float) -> bool:
         """Refuse new requests and wait for the running ones. After ``grace_s`` seconds those that another vLLM can
@@ -535,9 +538,9 @@ class VllmService:
     def _check_engine(self) -> None:
         if self._loaded.engine.errored:
             raise Unavailable(ENDED)
-        running, total = len(self._answers), self._loaded.served.num_slots
+        total = self._loaded.served.num_slots
         free = round(total * (1.0 - sum(self._loaded.cache_usage.by_core.values()) / self._loaded.cores))
-        self._metrics.sessions(min(running, self._max_running), max(0, running - self._max_running))
+        self._metrics.sessions(*self._running_and_waiting)
         self._metrics.slots(total, free, 0)  # vLLM counts cached prompts as free
         preempted, self._preempted = self._preempted, self._loaded.cache_usage.num_preempted
         self._metrics.preempted(self._preempted - preempted)

@@ -204,9 +204,6 @@ class Tried:
         if grammar.source == "(":
             raise InvalidRequest("grammar", "unclosed group")
 
-    def passed(self, grammar: Grammar, namespace: str = "") -> bool:
-        return False
-
 
 @asynccontextmanager
 async def served(engine: FakeEngine, drafted: bool = True, keyed: bool = False, spans: Spans | None = None,

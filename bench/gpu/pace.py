@@ -182,7 +182,7 @@ def tree_stage(options: StageOptions) -> Iterator[Finding]:
     growth = GrowthSection(num_steps=STEPS if options.full else 4, topk=TOPK, num_draft_tokens=NODES)
     steps = growth.num_steps
     network, at_once = head_of(options, growth, 2 * CONTEXT + 2 * spare_slots(TOPK, steps - 1), 1)
-    roof_s = (steps - 1) * head_bytes(options.config, options.draft_vocab, 2) / copy_rate(options)
+    roof_s = (steps - 1) * head_bytes(options.config, options.draft_vocab) / copy_rate(options)
     yield Finding("roof of the levels", 1e3 * roof_s, "ms")
     for prefix, sampling in (("", Sampling()), ("T = 1, ", Sampling(temperature=1.0, seed=7))):
         trees = []

@@ -101,9 +101,9 @@ def read_bytes(config: ModelConfig, itemsize: int, context: int, layer_itemsize:
     return size
 
 
-def head_bytes(config: ModelConfig, draft_vocab: int, itemsize: int) -> int:
-    """Bytes that one step of an EAGLE-3 head reads at least; ``fc`` is not part of a step."""
+def head_bytes(config: ModelConfig, draft_vocab: int) -> int:
+    """Bytes that one step of an EAGLE-3 head in bfloat16 reads at least; ``fc`` is not part of a step."""
     shapes = head_shapes(config, draft_vocab)
-    return itemsize * sum(torch.Size(shape).numel() for name, shape in shapes.items()
+    return 2 * sum(torch.Size(shape).numel() for name, shape in shapes.items()
                           if name not in ("embed_tokens.weight", "fc.weight"))
 

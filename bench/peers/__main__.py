@@ -149,7 +149,7 @@ async def start_systems(names: Sequence[str], arguments: argparse.Namespace, sta
 
 
 async def ask_or_no_answer(system: System, prompt: Sequence[int], max_tokens: int,
-                           extra: Mapping[str, Any] = GREEDY) -> TimedCompletion:
+                           extra: Mapping[str, Any]) -> TimedCompletion:
     """Ask ``system``. Returns NO_ANSWER if it fails, so that the others go on and questions stay paired."""
     try:
         return await system.ask(prompt, max_tokens, extra)

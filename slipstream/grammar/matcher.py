@@ -62,7 +62,7 @@ class Matcher:
                  "_row_at", "_size", "_special_mask", "_spellings", "_stop", "_tokens", "_width")
 
     def __init__(self, new_matcher: Callable[[int], LLMatcher], words: int, end: int, vocab_size: int, stop: StopTokens,
-                 spellings: Mapping[int, int], num_answered: int = 0) -> None:
+                 spellings: Mapping[int, int], num_answered: int) -> None:
         """new_matcher: makes llguidance's matcher for an answer of so many tokens; words: of its masks; end: the token
         that ends a text for it; spellings: for each special token the first of the tokens that spell its text;
         num_answered: tokens that will be committed at once."""

@@ -7,7 +7,7 @@
 It is written for the interface of SGLang 0.5.23 and tested only with a stub of it: **it has never run** in SGLang.
 """
 
-from importlib.metadata import PackageNotFoundError, version
+from slipstream_vllm.versions import installed
 
 from slipstream.base.errors import ConfigError
 
@@ -20,16 +20,8 @@ def register() -> None:
     """Called by SGLang in each process, before its arguments are read. Raises ConfigError."""
     from slipstream_sglang.adapter_0_5_23 import adapt
 
-    adapter_fits(installed())
+    adapter_fits(installed(("sglang",)))
     adapt()
-
-
-def installed() -> str:
-    """The installed version of SGLang; "": none."""
-    try:
-        return version("sglang")
-    except PackageNotFoundError:
-        return ""
 
 
 def adapter_fits(version: str) -> None:

