@@ -59,7 +59,6 @@ from slipstream.observe.vitals import Vitals
 from slipstream.protocol.conduct import MAX_GROWTHS_AHEAD, FaultRate, Pace, donor_by_host
 from slipstream.protocol.messages import (
     PROTOCOL_VERSION,
-    Close,
     Commit,
     DraftBound,
     DraftHello,
@@ -261,7 +260,7 @@ class GrowCall:
 class Round:
     """The items of one pass over the inbox, sorted for the drafter, and the answers to send."""
 
-    opens: list[Open] = field(default_factory=list)
+    opens: dict[int, tuple[DraftSession, Open]] = field(default_factory=dict)  # the newest of each session, by number
     commits: list[Commit] = field(default_factory=list)  # without their states
     features: list[Features] = field(default_factory=list)  # states of prompts and commits, in order of arrival
     closes: list[int] = field(default_factory=list)
@@ -276,7 +275,7 @@ class Round:
 
     def discard(self, number: int) -> None:
         """Remove the items of a session before the drafter gets them."""
-        self.opens = [o for o in self.opens if o.session != number]
+        self.opens.pop(number, None)
         self.commits = [c for c in self.commits if c.session != number]
         self.features = [f for f in self.features if f.session != number]
 
@@ -309,7 +308,6 @@ class DraftWorker:
         self._intake = Intake(clock)
         self._faults: dict[Peer, FaultRate] = {}
         self._sessions: dict[tuple[Peer, int], DraftSession] = {}
-        self._by_number: dict[int, DraftSession] = {}
         self._numbers = itertools.count(1)
         self._draining = False
         self._next_sweep_s = clock() + lease_s / 4
@@ -386,7 +384,11 @@ class DraftWorker:
         for event in events:
             event(round_)
         for peer, items in self._intake.take(len({peer for peer, _ in self._sessions})):
-            self._handle_all(peer, items, round_)
+            for item in items:
+                if isinstance(item, tuple):
+                    self._refuse(peer, *item, round_)
+                else:
+                    self._handle(peer, item, round_)
         if self._clock() >= self._next_sweep_s:  # after the new items, which renew leases
             self._expire(round_)
         try:
@@ -412,13 +414,6 @@ class DraftWorker:
         for session in [s for s in self._sessions.values() if now_s - s.side.received_s > self._lease_s]:
             self._drop(session, DraftEvent.EXPIRE, "expired", round_)
             self.metrics.expired()
-
-    def _handle_all(self, peer: Peer, items: Sequence[Received], round_: Round) -> None:
-        for item in items:
-            if isinstance(item, Open | Features | Commit | Close):
-                self._handle(peer, item, round_)
-            else:
-                self._refuse(peer, *item, round_)
 
     def _refuse(self, peer: Peer, session_id: int, error: RemoteProtocolError, round_: Round) -> None:
         self.metrics.invalid_item()
@@ -448,7 +443,7 @@ class DraftWorker:
             case DraftEvent.OPEN, Open():
                 # The drafter gets only the newest opening of a round.
                 round_.discard(number)
-                round_.opens.append(replace(item, session=number))
+                round_.opens[number] = session, replace(item, session=number)
                 session.apply_request(item, self._run_ahead)
             case DraftEvent.FEATURES, Features():
                 round_.add_features(number, item)
@@ -473,7 +468,6 @@ class DraftWorker:
         span = None if self._spans is None else self._spans.begin("draft.session", item.trace, prompt=item.prompt_len)
         session = DraftSession(next(self._numbers), peer, DraftSide(item.session), span)
         self._sessions[(peer, item.session)] = session
-        self._by_number[session.number] = session
         return session
 
     def _make_room(self, peer: Peer, round_: Round) -> bool:
@@ -489,11 +483,10 @@ class DraftWorker:
         if round_.closes:
             self._drafter.close(round_.closes)
         if round_.opens:
-            for number in self._drafter.open(round_.opens):
-                round_.discard(number)
-                self._drop(self._by_number[number], DraftEvent.CLOSE, "capacity", round_)
-            for opened in round_.opens:
-                self._by_number[opened.session].tree = self._drafter.tree(opened.session)
+            for number in self._drafter.open([message for _, message in round_.opens.values()]):
+                self._drop(round_.opens[number][0], DraftEvent.CLOSE, "capacity", round_)
+            for session, _ in round_.opens.values():
+                session.tree = self._drafter.tree(session.number)
         if round_.commits:
             self._drafter.commit(round_.commits)
         if round_.features:  # last: states are kept only of tokens that are known
@@ -562,7 +555,6 @@ class DraftWorker:
 
     def _forget(self, session: DraftSession, round_: Round) -> None:
         self._sessions.pop((session.peer, session.side.session), None)
-        self._by_number.pop(session.number, None)
         round_.discard(session.number)
         if session.span is not None:
             session.span.end()
