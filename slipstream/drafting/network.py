@@ -1,8 +1,8 @@
 """Network: the interface of a draft model or head to the code that grows trees with it.
 
-Between forwards a network keeps nothing but its KV slots. ``lag`` 0: a row needs only its token. ``lag`` 1: the row of
-the token at position p also needs the target's state at p - 1, from which that token was chosen; for draft tokens the
-network's own states replace the target's.
+Between forwards a network keeps nothing but its KV slots. Without ``features`` a row needs only its token. With them
+the row of the token at position p also needs the target's state at p - 1, from which that token was chosen (a lag of
+1); for draft tokens the network's own states replace the target's.
 
 It knows nothing about sessions or trees.
 """
@@ -27,18 +27,17 @@ class Output:
     """The rows of a forward whose logits were wanted."""
 
     logits: torch.Tensor  # [R, V] float32, float64 for a float64 network; V of the draft vocabulary
-    states: torch.Tensor | None  # [R, W] the input of a child's row; None with lag 0 and for blocks
+    states: torch.Tensor | None  # [R, W] the input of a child's row; None without features and for blocks
     block: BlockStates | None = None  # set if each row began a block; then logits are [R * reach, V]
 
 
 class Network(Protocol):
     """A draft model or head on one device."""
 
-    lag: int
     zero_fill: bool  # whether a row whose target state is missing is computed with zeros: its token still helps
     vocab_size: int  # of the target
     hidden_size: int  # of the target; 0: any
-    features: FeatureSpec | None  # None with lag 0
+    features: FeatureSpec | None  # the target states that it reads; None: none
     vocabulary: torch.Tensor | None  # int64 [V] token ids of the logits' columns; None: the columns are the ids
     race: Race | None  # a faster way to choose from its logits than that of ``choosing.sampling``
     max_context: int  # the longest context that it was trained for, in tokens
@@ -46,11 +45,11 @@ class Network(Protocol):
     device: torch.device
 
     def read(self, features: Sequence[Features]) -> list[torch.Tensor]:
-        """Target states as rows of this network's input, [M, W] for each. Only with lag 1."""
+        """Target states as rows of this network's input, [M, W] for each. Only with ``features``."""
         ...
 
     def forward(self, batch: ForwardBatch) -> Output:
-        """Run a batch; ``batch.features`` [T, W] with lag 1. KV is written at the batch's slots."""
+        """Run a batch; ``batch.features`` [T, W] if it has ``features``. KV is written at the batch's slots."""
         ...
 
 

@@ -231,7 +231,7 @@ class NeuralDrafter:
             tree = GrowingTree(len(tokens), next_id=1 if known is None else known.tree.next_id)
             self._contexts[message.session] = DraftContext(
                 message.session, message.sampling, message.prompt_len, tokens, tree, history, self.max_context,
-                self.network.lag, self.network.zero_fill)
+                0 if self.features is None else 1, self.network.zero_fill)
         return refused
 
     def absorb(self, features: Sequence[Features]) -> None:

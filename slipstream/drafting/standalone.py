@@ -33,7 +33,6 @@ AT_ONCE = 8  # blocks of one forward
 class StandaloneNetwork:
     """A ``network.Network`` over a whole causal model."""
 
-    lag = 0
     zero_fill = True
     hidden_size = 0
     features: FeatureSpec | None = None

@@ -292,7 +292,7 @@ class DraftContext:
     tree: GrowingTree
     history: TokenHistory | None
     window: int
-    lag: int
+    lag: int  # of the states that rows read: 1, or 0 for a network that reads none
     zero_fill: bool = True  # whether a row without a target state is computed with zeros; lag 1 only
     ranks_raw_logits: bool = False  # without penalties and logit_bias; noise may be added
     noise: Sampling | None = None  # whose keyed noise ranks children; None: greedy

@@ -253,8 +253,8 @@ class TimedDrafter:
         wanted = [(session, min(max_levels, budget)) for _, session, budget in known]
         rows = [0] * max_levels  # of each level, of all trees
         fresh = [(session, count) for session, count in wanted if count > 0 and is_fresh(session.tree)]
-        deepest = max((count for _, count in fresh), default=0)
-        if fresh and (by_level := self._text.by_level([session for session, _ in fresh], deepest)) is not None:
+        if len(fresh) >= MIN_ARRAY_TREES and (by_level := self._text.by_level(
+                [session for session, _ in fresh], max(count for _, count in fresh))) is not None:
             wanted = [(session, count) for session, count in wanted if count > 0 and not is_fresh(session.tree)]
             self._begin(fresh, *by_level)
             for level in range(max_levels):
@@ -278,11 +278,6 @@ class TimedDrafter:
     def _begin(self, sessions: Sequence[tuple[TimedSession, int]], children: Indices, scores: Sequence[float]) -> None:
         """Grow whole trees, each with its own number of levels."""
         trees, levels = [session.tree for session, _ in sessions], [count for _, count in sessions]
-        if len(trees) < MIN_ARRAY_TREES:
-            for tree, count, found in zip(trees, levels, children.tolist(), strict=True):
-                for level in range(count):
-                    tree.expand([(found[level], scores)] * len(tree.frontier))
-            return
         fresh, nodes = FreshTrees(len(trees), self._timing.width), 1
         for level in range(max(levels)):
             shape = (len(trees), nodes, children.shape[2])

@@ -58,7 +58,6 @@ AT_ONCE = 8  # blocks of one forward
 class BlockNetwork:
     """A ``network.Network`` over a block head."""
 
-    lag = 1
     zero_fill = False
 
     def __init__(self, head: BlockHead, dtype: str, device: torch.device, num_slots: int, project: bool = False,

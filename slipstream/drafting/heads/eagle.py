@@ -57,7 +57,6 @@ NORMS = (f"{LAYER}.input_layernorm.weight", f"{LAYER}.hidden_norm.weight", "norm
 class EagleNetwork:
     """A ``network.Network`` over an EAGLE head."""
 
-    lag = 1
     zero_fill = True
 
     def __init__(self, head: EagleHead, dtype: str, device: torch.device, num_slots: int,

@@ -97,7 +97,6 @@ class DecoderLayers:
 class MtpNetwork:
     """A ``network.Network`` over the layers of a head."""
 
-    lag = 1
     zero_fill = True
     race: Race | None = None
 
