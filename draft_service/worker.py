@@ -101,11 +101,11 @@ def load_of(item: Received) -> tuple[int, int]:
 class PeerQueue:
     """The waiting items of one target."""
 
-    __slots__ = ("added", "items", "pace", "paused_until_s", "round_tokens", "taken")
+    __slots__ = ("added_bytes", "items", "pace", "paused_until_s", "round_tokens", "taken_bytes")
 
     def __init__(self, pace: Pace) -> None:
         self.items: deque[tuple[Received, int, int]] = deque()  # item, tokens, bytes
-        self.added, self.taken = [0, 0], [0, 0]  # counts of items and bytes; each list is written by one thread only
+        self.added_bytes = self.taken_bytes = 0  # each is written by one thread only
         self.pace = pace
         self.paused_until_s = 0.0
         self.round_tokens = 0  # taken in this round
@@ -127,21 +127,17 @@ class Intake:
     def inbox_full(self, peer: Peer) -> bool:
         if (waiting := self._queues.get(peer)) is None:
             return False
-        added, taken = waiting.added, waiting.taken
-        return added[0] - taken[0] >= MAX_WAITING_ITEMS or added[1] - taken[1] >= MAX_WAITING_BYTES
+        num_bytes = waiting.added_bytes - waiting.taken_bytes
+        return len(waiting.items) >= MAX_WAITING_ITEMS or num_bytes >= MAX_WAITING_BYTES
 
-    def accept(self, peer: Peer, items: Sequence[DraftBound], faults: Faults) -> Callable[[object], None]:
-        """Count new items of a peer. Returns the function that the worker's thread calls to queue them."""
+    def accept(self, peer: Peer, items: Sequence[DraftBound], faults: Faults) -> None:
+        """Queue new items of a peer."""
         waiting = self._queues.get(peer)
         if waiting is None:
             waiting = self._queues[peer] = PeerQueue(Pace(TIME_SHARE, self._clock))
-        queued, new, added = waiting.items, list[tuple[Received, int, int]](), waiting.added
-        for item in (*faults, *items):
-            tokens, size = load_of(item)
-            new.append((item, tokens, size))
-            added[0] += 1
-            added[1] += size
-        return lambda _: queued.extend(new)
+        new = [(item, *load_of(item)) for item in (*faults, *items)]
+        waiting.added_bytes += sum(size for _, _, size in new)
+        waiting.items.extend(new)  # all at once, so that a round takes them together
 
     # From the worker's thread.
 
@@ -153,13 +149,12 @@ class Intake:
             num_waiting += bool(waiting.items)
             if not waiting.items or now_s < waiting.paused_until_s:
                 continue
-            items, taken = list[Received](), waiting.taken
+            items = list[Received]()
             while waiting.items and (not items or waiting.round_tokens + waiting.items[0][1] <= ROUND_TOKENS):
                 item, tokens, size = waiting.items.popleft()
                 items.append(item)
                 waiting.round_tokens += tokens
-                taken[0] += 1
-                taken[1] += size
+                waiting.taken_bytes += size
             by_peer.append((peer, items))
         self._shared = max(served, num_waiting) > 1
         return by_peer
@@ -346,7 +341,8 @@ class DraftWorker:
         self._inbox.put(lambda round_: self._forget_peer(peer, round_))
 
     def received(self, peer: Peer, items: Sequence[DraftBound], faults: Faults) -> None:
-        self._inbox.put(self._intake.accept(peer, items, faults))
+        self._intake.accept(peer, items, faults)
+        self._inbox.put(lambda _: None)  # wake the thread
 
     def inbox_full(self, peer: Peer) -> bool:
         return self._intake.inbox_full(peer)
