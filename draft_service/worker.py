@@ -502,11 +502,10 @@ class DraftWorker:
         for session in growing:
             numbers.append(session.number)
             budgets.append(min(session.budget, max_nodes))
-        growths = {growth.session: growth for growth in self._drafter.grow(numbers, budgets, 0 if whole else 1)}
+        growths = self._drafter.grow(numbers, budgets, 0 if whole else 1)
         ended_s = self._clock()
         round_.grow_call = GrowCall("tree" if whole else "level", began_s, ended_s, len(growing))
-        for session in growing:
-            growth = growths.get(session.number) or Growth.empty(session.number, session.side.base)
+        for session, growth in zip(growing, growths, strict=True):
             if session.record_growth(growth):
                 growth = Growth(session.side.session, growth.base, growth.ids, growth.parents, growth.tokens,
                                 growth.scores)  # the target's number of the session

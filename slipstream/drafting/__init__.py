@@ -5,9 +5,9 @@ Rules of a drafter:
    states it reads.
 2. It is a cache of the target's committed tokens. Only ``open``, which begins a session or begins it again, and
    ``commit``, which appends, change a session's tokens.
-3. ``grow`` returns one ``Growth`` for each id that it knows, possibly empty, with at most ``budget`` new nodes. It
-   never raises for a session that lacks states, is unknown or exceeds the drafter's context: such a session is left out
-   or grows nothing.
+3. ``grow`` returns one ``Growth`` for each id that it knows, in their order, possibly empty, with at most ``budget``
+   new nodes. It never raises for a session that lacks states, is unknown or exceeds the drafter's context: an unknown
+   one is left out, the others grow nothing.
 4. Node ids are positive and not used twice while a session is open.
 
 It knows nothing about the network, about verification or about policies. The code that loads models is imported only
