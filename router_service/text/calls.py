@@ -15,7 +15,6 @@ import secrets
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from types import NoneType
 from typing import Any
 
@@ -57,7 +56,8 @@ class CallParser:
         self._ref_types = dict[str, RefTypes]()  # of the tools whose arguments were typed
         self._max_calls = max_calls
         self._emit = emit
-        self._latest_arguments: list[str] = []  # pieces of the latest call's arguments
+        self._passed_on = False  # the latest call; of the others nothing is kept
+        self._latest_arguments: list[str] = []  # pieces, of the latest call that is passed on
         self._num_unclosed = 0  # values that nothing closed; what follows each was read twice
         self.count = 0
 
@@ -123,7 +123,7 @@ class CallParser:
         properties = schema.get("properties") if isinstance(schema, dict) else None
         if name not in self._ref_types:
             self._ref_types[name] = _types_of_refs(schema)
-        index = self._begin_call(name, "{")
+        self._begin_call(name, "{")
         first = True
         keys = Words((marks.key, marks.end, *CLOSERS.values()))
         if mark == marks.key_end:
@@ -138,13 +138,13 @@ class CallParser:
             value = value.removeprefix(marks.padding).removesuffix(marks.padding)
             text = ("" if first else ", ") + f"{json.dumps(key.strip(), ensure_ascii=False)}: "
             property_schema = properties.get(key.strip()) if isinstance(properties, dict) else None
-            self._add_arguments(index, text + _as_json(value, _schema_types(property_schema, self._ref_types[name])))
+            self._add_arguments(text + _as_json(value, _schema_types(property_schema, self._ref_types[name])))
             first = False
             mark = mark.removeprefix(marks.padding)
             if mark == marks.value_end:
                 _, mark = yield from self._scanner.read_before(keys)
         if mark:
-            self._add_arguments(index, "}")
+            self._add_arguments("}")
 
     def _value(self, marks: Pairs, keys: Words) -> Parser:
         """(a value, the mark that ends it). Some models forget to close a value, and some values contain marks: it ends
@@ -231,7 +231,7 @@ class CallParser:
             self._scanner.consumed = []
 
     def _object(self, known_only: bool, ordered: bool = False) -> Parser:
-        name, arguments, index = "", "", -1
+        name, arguments, begun = "", "", False
         self._scanner.consume(1)
         while True:
             yield from self._scanner.skip_blanks(",")
@@ -239,18 +239,18 @@ class CallParser:
                 self._scanner.consume(1)
                 break
             key = parse_json((yield from self._scanner.read_value()))
-            if ordered and index < 0 and key != (ARGUMENTS[0] if name else "name"):
+            if ordered and not begun and key != (ARGUMENTS[0] if name else "name"):
                 raise NoCall
             yield from self._scanner.skip_blanks()
             if not isinstance(key, str) or self._scanner.unread[:1] != ":":
                 raise NoCall
             self._scanner.consume(1)
             yield from self._scanner.skip_blanks()
-            if key in ARGUMENTS and name and self._scanner.unread[:1] == "{" and index < 0:
-                index = self._begin_call(name, "")
-                yield from self._scanner.read_value(partial(self._add_arguments, index))
+            if key in ARGUMENTS and name and self._scanner.unread[:1] == "{" and not begun:
+                begun = True
+                yield from self.read_arguments(name)
                 continue
-            if ordered and index < 0 and name:
+            if ordered and not begun and name:
                 raise NoCall
             raw = yield from self._scanner.read_value()
             if key in ARGUMENTS:
@@ -260,7 +260,7 @@ class CallParser:
                 if not isinstance(value, str) or not value or (known_only and value not in self._tools):
                     raise NoCall
                 name = value
-        if index < 0:
+        if not begun:
             if not name or ordered:
                 raise NoCall
             decoded = parse_json(arguments)
@@ -272,23 +272,21 @@ class CallParser:
         yield from self._scanner.skip_blanks()
         if not name or self._scanner.unread[:1] != "{":
             raise NoCall
-        index = self._begin_call(name, "")
-        yield from self._scanner.read_value(partial(self._add_arguments, index))
+        self._begin_call(name, "")
+        yield from self._scanner.read_value(self._add_arguments)
 
-    def _begin_call(self, name: str, arguments: str) -> int:
+    def _begin_call(self, name: str, arguments: str) -> None:
         self._scanner.consumed = None
-        index = self.count
-        if self._max_calls is not None and index >= self._max_calls:
-            return -2  # one too many
-        self.count += 1
-        self._latest_arguments = [arguments]
-        self._emit(CallDelta(index, name, arguments))
-        return index
+        self._passed_on = self._max_calls is None or self.count < self._max_calls
+        if self._passed_on:
+            self.count += 1
+            self._latest_arguments = []
+            self._add_arguments(arguments, name)
 
-    def _add_arguments(self, index: int, arguments: str) -> None:
-        if index >= 0:
+    def _add_arguments(self, arguments: str, name: str = "") -> None:
+        if self._passed_on:
             self._latest_arguments.append(arguments)
-            self._emit(CallDelta(index, "", arguments))
+            self._emit(CallDelta(self.count - 1, name, arguments))
 
 
 def new_call_id() -> str:
