@@ -91,7 +91,7 @@ def byte_alphabet(decoder: Mapping[str, Any]) -> tuple[dict[str, int] | None, bo
 
 
 def _byte_level() -> dict[str, int]:
-    """GPT-2's alphabet: printable Latin-1 stands for itself, the other bytes for the characters from U+0100 on."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    unprintable = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(unprintable)}
+    """GPT-2's alphabet: printable Latin-1 stands for itself, other characters for the other bytes, in order."""
+    printable = {char: ord(char) for char in ByteLevel.alphabet() if ord(char) < 256}
+    others = sorted(set(ByteLevel.alphabet()) - printable.keys())
+    return printable | dict(zip(others, sorted(set(range(256)) - set(printable.values())), strict=True))

@@ -63,18 +63,18 @@ class Style:
     """How a model writes: the marks that begin calls, those around its reasoning, and whether its template takes tools
     (else a message has to describe them)."""
 
-    openers: tuple[str, ...] = ("<tool_call>",)
+    openers: tuple[str, ...] = (HERMES,)
     reasoning_marks: tuple[str, str] | None = None
     takes_tools: bool = False
 
     @staticmethod
     def of(template: str, takes_tools: bool) -> Style:
         """The style in a chat template's source."""
-        if ANALYSIS[0] in template:
-            return Style(HEADERS if takes_tools else ("<tool_call>",), ANALYSIS, takes_tools)
-        openers = tuple(mark for mark in OPENERS if mark in template) or (LLAMA,)
         reasoning_marks = next((pair for pair in REASONING_MARKS if pair[1] in template), None)
-        return Style(openers if takes_tools else ("<tool_call>",), reasoning_marks, takes_tools)
+        openers = tuple(mark for mark in OPENERS if mark in template) or (LLAMA,)
+        if ANALYSIS[0] in template:
+            reasoning_marks, openers = ANALYSIS, HEADERS
+        return Style(openers if takes_tools else (HERMES,), reasoning_marks, takes_tools)
 
     @property
     def has_channels(self) -> bool:
