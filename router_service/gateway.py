@@ -20,7 +20,7 @@ import secrets
 import time
 from array import array
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from hashlib import blake2b
@@ -240,14 +240,12 @@ class Gateway:
                           bad_words=job.bad_words).after(job.resumed_tokens)
         routed = self.balancer.submit(request)
         answer = self._fallback.follow(routed, options.speculate)
-        return Completion(request, answer, self.codec, options.stop, job.vocab_size, lambda: routed.identity,
-                          options.keep_stop, self._shown_specials(options), self._continues_text(job, prompt),
-                          options.returns_all_tokens)
+        return Completion(request, answer, self._detokenizer(job, prompt), options.stop, job.vocab_size,
+                          lambda: routed.identity, options.keep_stop, options.returns_all_tokens)
 
     def resumed_text(self, job: Job) -> Iterator[str]:
         """The text of the tokens that a client already has, token by token, up to the last whole character."""
-        detokenizer = Detokenizer(self.codec, self._shown_specials(job.options), self._continues_text(job, 0))
-        return map(detokenizer.push, job.resumed_tokens)
+        return map(self._detokenizer(job, 0).push, job.resumed_tokens)
 
     def failed(self, endpoint: str, error: BaseException) -> None:
         """Count a request that ends with ``error``."""
@@ -257,14 +255,12 @@ class Gateway:
         self.metrics.failed(kind)
         self.metrics.request(endpoint, code, "none")
 
-    def _shown_specials(self, options: Options) -> Collection[int]:
-        if options.show_specials:
-            return self.codec.specials
-        return self.codec.marks if options.separates_markup(self.codec.style) else ()
-
-    def _continues_text(self, job: Job, prompt: int) -> bool:
-        """Whether the answers to a prompt continue a text."""
-        return job.continues and any(token not in self.codec.specials for token in job.prompts[prompt])
+    def _detokenizer(self, job: Job, prompt: int) -> Detokenizer:
+        """For an answer to a prompt."""
+        marks = self.codec.marks if job.options.separates_markup(self.codec.style) else ()
+        shown_specials = self.codec.specials if job.options.show_specials else marks
+        continues = job.continues and any(token not in self.codec.specials for token in job.prompts[prompt])
+        return Detokenizer(self.codec, shown_specials, continues)
 
     def _checked(self, plan: Plan) -> Plan:
         info = self.info

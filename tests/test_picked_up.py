@@ -24,7 +24,7 @@ from bench.fleet import free_port
 from router_service.admission import FollowedAnswer
 from router_service.dialects.openai import Options, Plan
 from router_service.text.deltas import TextDelta
-from router_service.text.tokens import BRIEF_TEXT, Completion, TextCodec
+from router_service.text.tokens import BRIEF_TEXT, Completion, Detokenizer, TextCodec
 from slipstream.base.config import WireSection
 from slipstream.base.errors import InvalidRequest, ModelChanged, Unavailable
 from slipstream.client import AsyncClient, Client
@@ -62,7 +62,7 @@ class Given:
 
 
 async def deltas_of(codec: TextCodec, request: Request, tokens: list[int], stops: list[str]) -> list[TextDelta]:
-    return [delta async for delta in Completion(request, Given(tokens), codec, stops, 260)]
+    return [delta async for delta in Completion(request, Given(tokens), Detokenizer(codec), stops, 260)]
 
 
 @pytest.mark.parametrize(("answered", "cached", "told"), [
@@ -71,7 +71,7 @@ async def test_what_was_answered_is_no_cached_prompt(tiny_folder: Path, answered
                                                      told: int) -> None:
     tokens = list(TEXT.encode())
     request = Request("r", (1, 2, 3), Sampling(), len(tokens)).after(tokens[:answered])
-    completion = Completion(request, Given(tokens[answered:], *cached), TextCodec(tiny_folder), [], 260)
+    completion = Completion(request, Given(tokens[answered:], *cached), Detokenizer(TextCodec(tiny_folder)), [], 260)
     assert [delta async for delta in completion] and completion.tally.cached_tokens == told
 
 

@@ -23,7 +23,7 @@ from router_service.dialects.chat import ChatReply
 from router_service.dialects.openai import MAX_ANSWER_SCORES
 from router_service.dialects.prompts import BATCH_TOKENS, Prompts, logprob_columns
 from router_service.text.deltas import TextDelta
-from router_service.text.tokens import Completion, TextCodec
+from router_service.text.tokens import Completion, Detokenizer, TextCodec
 from slipstream.base.config import TargetSection
 from slipstream.base.errors import Unavailable
 from slipstream.choosing.permitted import Permitted
@@ -380,7 +380,7 @@ async def test_scores_of_other_tokens_than_the_prompts_are_refused(spans: list[t
 
         given: Any = answer()
         request = replace(asked(prompt_logprobs=0), tokens=tuple(range(65, 74)))
-        return await anext(Completion(request, given, TextCodec(folders["target"]), [], VOCAB))
+        return await anext(Completion(request, given, Detokenizer(TextCodec(folders["target"])), [], VOCAB))
 
     assert (await told([(1, 4), (4, 9)])).prompt == tuple(
         PromptScores(start, array("d", [-1.0] * count), array("i", [1] * count), array("i"), array("d"))
@@ -400,7 +400,7 @@ async def test_scores_of_a_prompt_take_little_until_they_are_told(folders: dict[
 
     given: Any = answer()
     request = replace(asked(prompt_logprobs=20), tokens=(65,) * 2001)
-    completion = Completion(request, given, TextCodec(folders["target"]), [], VOCAB)
+    completion = Completion(request, given, Detokenizer(TextCodec(folders["target"])), [], VOCAB)
     tracemalloc.start()
     delta = await anext(completion)
     taken, _ = tracemalloc.get_traced_memory()

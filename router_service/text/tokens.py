@@ -329,13 +329,11 @@ class Completion:
     """The text of ``answer`` to ``request``, after the part that was answered before. It ends with a finish or an
     error. Iterate once; the iteration raises the answer's errors. ``identity``: of the model that answers."""
 
-    def __init__(self, request: Request, answer: Answer, codec: TextCodec, stops: Sequence[str], vocab_size: int,
-                 identity: Callable[[], Identity | None] = lambda: None, keep_stop: bool = False,
-                 shown_specials: Collection[int] = (), continues: bool = False,
+    def __init__(self, request: Request, answer: Answer, detokenizer: Detokenizer, stops: Sequence[str],
+                 vocab_size: int, identity: Callable[[], Identity | None] = lambda: None, keep_stop: bool = False,
                  return_all_tokens: bool = False) -> None:
-        """``keep_stop``: the stop string or token that ends the answer is part of its text. ``shown_specials``: so are
-        these special tokens. ``continues``: the text continues its prompt's. ``return_all_tokens``: also those that end
-        the answer, without text."""
+        """``detokenizer``: a new one. ``keep_stop``: the stop string or token that ends the answer is part of its text.
+        ``return_all_tokens``: also those that end the answer, without text."""
         self.identity = identity
         self.tally = Tally()
         self.finished = False
@@ -343,7 +341,7 @@ class Completion:
         self._pieces = aiter(answer)
         self._stop_token_ids = frozenset(request.sampling.stop_token_ids)
         self._vocab_size = vocab_size
-        self._detokenizer = Detokenizer(codec, shown_specials, continues)
+        self._detokenizer = detokenizer
         self._return_all_tokens, self._keep_stop = return_all_tokens, keep_stop
         self._ended_by: int | None = None
         self._prompt_length = len(request.tokens) - request.answered
