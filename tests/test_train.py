@@ -474,7 +474,7 @@ def test_a_head_of_more_layers_begins_as_the_earlier_one(simple_folder: Path, tm
         make_head(second, Silent())
     after = make_head(replace(second, work=tmp_path / "more", data=(first.work,)), Silent())
     assert before and before == after
-    keeps = f"was trained with another layers of the head; choose another --work .--data {tmp_path / 'more'} keeps"
+    keeps = f"was trained with another layers; choose another --work .--data {tmp_path / 'more'} keeps"
     with pytest.raises(ConfigError, match=keeps):
         make_head(replace(second, work=tmp_path / "more", recipe=replace(still, layers=1), data=(first.work,)),
                   Silent())
