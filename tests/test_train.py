@@ -105,7 +105,7 @@ def head_logits(head: Head, rows: Rows, steps: int) -> list[torch.Tensor]:
      "mscale_all_dim": 1.0, "truncate": False}], ids=lambda rope: str(rope["rope_type"]))
 def test_a_head_turns_as_its_target(tmp_path: Path, rope: dict[str, object]) -> None:
     target = write_tiny_model(tmp_path / "target", rope_parameters={"rope_theta": 500.0, **rope})
-    export(random_head(target), tmp_path / "head", torch.float32)
+    export(random_head(target), tmp_path / "head", torch.float32, "")
     wanted, found = ModelConfig.from_folder(target), read_head(tmp_path / "head", target).config
     assert wanted.rope_scaling is not None
     assert (found.rope_theta, found.rope_scaling) == (wanted.rope_theta, wanted.rope_scaling)
@@ -115,15 +115,15 @@ def test_a_head_turns_as_its_target(tmp_path: Path, rope: dict[str, object]) -> 
 def test_unrolled_steps_are_what_the_served_head_drafts(tiny_folder: Path, tmp_path: Path, layers: int) -> None:
     """Step k of row r equals the served head's logits after k drafted tokens, when those are the true ones."""
     steps, head = 4, random_head(tiny_folder, layers=layers)
-    export(head, tmp_path / "head", torch.float32)
+    export(head, tmp_path / "head", torch.float32, "")
     network = EagleNetwork(read_head(tmp_path / "head", tiny_folder), "float32", DIRECT, 64)
     talks = [conversation(head.config, length, seed) for seed, length in enumerate((17, 9, 23))]
-    rows = rows_of(talks, head, 20)
+    rows = rows_of(talks, head)
     with torch.no_grad():
         trained = head_logits(head, rows, steps)
-    assert rows.num_rows == sum(min(20, len(talk.tokens) - 2) for talk in talks) < rows.bounds[-1], "none was filled up"
+    assert rows.num_rows == sum(len(talk.tokens) - 2 for talk in talks) < rows.bounds[-1], "none was filled up"
     for talk, first in zip(talks, rows.bounds, strict=False):
-        for root in (0, 3, min(20, len(talk.tokens) - 2) - steps):
+        for root in (0, 3, len(talk.tokens) - 2 - steps):
             for k, logits in enumerate(drafted(network, head, talk, root, steps)):
                 assert torch.allclose(logits, trained[k][first + root + k], atol=1e-4), (talk.number, root, k)
 
@@ -155,10 +155,10 @@ def test_trained_blocks_are_what_the_served_head_drafts(tiny_folder: Path, tmp_p
     head = warm_block_head(config, load_tensors(tiny_folder), vocabulary, 259, 0, DIRECT)
     with torch.no_grad():
         head.tensors["markov_head.markov_w2.weight"].normal_(generator=torch.Generator().manual_seed(1))
-    export(head, tmp_path / "head", torch.float32)
+    export(head, tmp_path / "head", torch.float32, "")
     network = BlockNetwork(read_block_head(tmp_path / "head", tiny_folder), "float32", DIRECT, 64)
     talks = [conversation(config, length, seed) for seed, length in enumerate((17, 9, 23))]
-    blocks = blocks_of(talks, head, 20, (ANSWER,), random.Random(1))
+    blocks = blocks_of(talks, head, (ANSWER,), random.Random(1))
     with torch.no_grad():
         trained = block_states(head, blocks)
     for number, talk in enumerate(talks):
@@ -195,7 +195,7 @@ def test_the_loss_of_a_block_is_the_one_on_the_page(tiny_folder: Path) -> None:
         for name in ("markov_head.markov_w2.weight", "confidence_head.proj.weight"):
             head.tensors[name].normal_(std=0.3, generator=dice)
     talk = conversation(config, 30, 5)
-    blocks = blocks_of([talk], head, 40, (ANSWER,), random.Random(3))
+    blocks = blocks_of([talk], head, (ANSWER,), random.Random(3))
     found = block_loss(head, blocks)
     weight, states = head.tensors, block_states(head, blocks)
     final_states = torch.from_numpy(talk.states.copy()).view(torch.bfloat16)[:, -config.hidden_size :].float()
@@ -224,7 +224,7 @@ def test_a_block_is_not_sure_of_tokens_that_it_cannot_draft(tiny_folder: Path) -
     talk = conversation(config, 60, 5)
     outside = replace(talk, tokens=(talk.tokens % (VOCAB - DRAFT_VOCAB) + DRAFT_VOCAB).astype(np.int32))
     for num_sampled in (0, 40):
-        blocks = blocks_of([outside], head, 60, (ANSWER,), random.Random(3))
+        blocks = blocks_of([outside], head, (ANSWER,), random.Random(3))
         loss = block_loss(head, blocks, num_sampled=num_sampled).loss
         (slope,) = torch.autograd.grad(loss, head.tensors["confidence_head.proj.bias"])
         assert slope.item() == pytest.approx(0.5), "it says a half of each, and none of them is right"
@@ -236,7 +236,7 @@ def test_the_target_is_not_drawn_to_the_head(tiny_folder: Path) -> None:
     head = warm_block_head(config, load_tensors(tiny_folder), torch.arange(VOCAB), 259, 0, DIRECT)
     with torch.no_grad():
         head.tensors["lm_head.weight"].normal_(std=0.1, generator=torch.Generator().manual_seed(1))
-    blocks = blocks_of([conversation(config, 30, 5)], head, 40, (ANSWER,), random.Random(3))
+    blocks = blocks_of([conversation(config, 30, 5)], head, (ANSWER,), random.Random(3))
     found, alone = (torch.autograd.grad(block_loss(replace(head, teacher=teacher), blocks).loss,
                                         head.tensors["lm_head.weight"])[0]
                     for teacher in (head.teacher, head.teacher.detach()))
@@ -247,7 +247,7 @@ def test_the_target_is_not_drawn_to_the_head(tiny_folder: Path) -> None:
 def test_blocks_learn_the_same_from_some_tokens(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = ModelConfig.from_folder(tiny_folder)
     head = warm_block_head(config, load_tensors(tiny_folder), torch.arange(VOCAB).flip(0), 259, 0, DIRECT)
-    blocks = blocks_of([conversation(config, 60, 5)], head, 60, (ANSWER,), random.Random(3))
+    blocks = blocks_of([conversation(config, 60, 5)], head, (ANSWER,), random.Random(3))
     monkeypatch.setattr("slipstream.train.distil.NUM_COMMON", 8)
     monkeypatch.setattr("slipstream.train.distil.SAMPLE_MULTIPLE", 1)
 
@@ -379,7 +379,7 @@ def test_a_short_run_learns_to_draft(simple_folder: Path, tmp_path: Path) -> Non
     held_out = list(Shards([job.work], identity_of(simple_folder, config)).conversations(held_out=True))
     vocabulary = read_head(job.out, simple_folder).vocabulary
     untrained = warm_head(config, load_tensors(simple_folder), vocabulary, recipe.layers, recipe.seed, DIRECT)
-    export(untrained, tmp_path / "untrained", torch.float32)
+    export(untrained, tmp_path / "untrained", torch.float32, "")
     few, many = evaluate(simple_folder, tmp_path / "untrained", prompts_of(held_out, 16), dtype="float32").values()
     assert watcher.losses[-1] < 0.7 * watcher.losses[0]
     assert chain.length > few.length + 0.5, (chain, few)
@@ -565,13 +565,14 @@ def test_a_targets_context_takes_no_memory_that_conversations_do_not(simple_fold
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "dspark"])
-def test_answers_behind_what_is_read_are_told(simple_folder: Path, tmp_path: Path, kind: Literal["eagle3", "dspark"]
-                                              ) -> None:
+def test_answers_behind_what_is_read_are_told(simple_folder: Path, tmp_path: Path, kind: Literal["eagle3", "dspark"],
+                                              monkeypatch: pytest.MonkeyPatch) -> None:
     """Training would never make a step, and never end."""
+    monkeypatch.setattr("slipstream.train.stages.MAX_TOKENS", 60)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": "x" * 60}) + "\n")
     recipe = Recipe(minutes=0, steps=1, prompts=prompts, batch=4, limits=Limits(max_answer=8), draft_vocab=100,
-                    max_rows=60, kind=kind)
+                    kind=kind)
     job = Job(simple_folder, "simple", tmp_path / "head", tmp_path / "work", (), recipe)
     with pytest.raises(ConfigError, match="there is nothing to learn: of a conversation the first 60 tokens are read"):
         make_head(job, Silent())

@@ -62,16 +62,14 @@ class Blocks:
         return int(self.has_loss.sum())
 
 
-def blocks_of(conversations: Sequence[Conversation], head: Head, max_rows: int, roles: Sequence[int],
-              rng: random.Random) -> Blocks:
-    """Random anchors of ``conversations``, each cut after ``max_rows`` tokens. roles: roles of tokens that are
-    learnt."""
+def blocks_of(conversations: Sequence[Conversation], head: Head, roles: Sequence[int], rng: random.Random) -> Blocks:
+    """Random anchors of ``conversations``. roles: roles of tokens that are learnt."""
     hidden, device, draft_ids = head.config.hidden_size, head.vocabulary.device, head.draft_ids()
     found: dict[str, list[np.ndarray]] = {
         name: [] for name in ("anchors", "tokens", "next_ids", "greedy_ids", "has_loss")}
     states, final_states, positions, row_bounds, anchor_bounds = [], [], list[np.ndarray](), [0], [0]
     for c in conversations:
-        count = min(len(c.tokens) - 1, max_rows)
+        count = len(c.tokens) - 1
         learnt = np.flatnonzero(np.isin(c.roles[2 : count + 1], roles)) + 1  # the token after these is learnt
         if not len(learnt):
             continue

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,19 +34,16 @@ WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
 
 
-def export(head: Head, folder: Path, dtype: torch.dtype, texts: Mapping[str, str] | None = None,
-           weights: str = "") -> None:
-    """Write the head into ``folder``; files of the same names are replaced. texts: further files by name; weights: the
-    ``weights_hash`` of its target."""
+def export(head: Head, folder: Path, dtype: torch.dtype, weights: str) -> None:
+    """Write the head into ``folder``; files of the same names are replaced. weights: the ``weights_hash`` of its
+    target."""
     with new_folder(folder.with_name(f".{folder.name}.partial")) as partial:
         save_file(published_tensors(head, dtype), partial / WEIGHTS, metadata={"format": "pt"})
-        for name, text in (texts or {}).items():
-            (partial / name).write_text(text, encoding="utf-8")
-        config = published_config(head, dtype) | ({MADE_FOR: weights} if weights else {})
+        config = published_config(head, dtype) | {MADE_FOR: weights}
         (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         shutil.copymode(partial / CONFIG, partial / WEIGHTS)  # safetensors makes files that only their owner can read
         folder.mkdir(parents=True, exist_ok=True)
-        for name in (WEIGHTS, *(texts or {}), CONFIG):
+        for name in (WEIGHTS, CONFIG):
             (partial / name).replace(folder / name)
         partial.rmdir()
 

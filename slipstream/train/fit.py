@@ -83,7 +83,7 @@ class Training:
         self._device = head.embedding.device
         use_bfloat16 = bfloat16_is_faster(self._device, head.config.hidden_size)
         self._dtype = torch.bfloat16 if use_bfloat16 else torch.float32
-        self._sizes = [min(len(c.tokens), recipe.max_rows) for c in training]
+        self._sizes = [len(c.tokens) for c in training]
         self._workers = WorkerGroup(head.tensors, self._compute, recipe.processes)
         self._num_skipped = 0  # skipped steps since the last one that changed the weights
 
@@ -193,8 +193,8 @@ class Training:
 
     def _rows(self, conversations: Sequence[Conversation], roles: Sequence[int]) -> Rows | Blocks:
         if self.head.mask_token is not None:
-            return blocks_of(conversations, self.head, self.recipe.max_rows, roles, self._rng)
-        return rows_of(conversations, self.head, self.recipe.max_rows, roles)
+            return blocks_of(conversations, self.head, roles, self._rng)
+        return rows_of(conversations, self.head, roles)
 
     def _loss(self, rows: Rows | Blocks) -> LossResult:
         num_sampled = NUM_SAMPLED if torch.is_grad_enabled() else 0

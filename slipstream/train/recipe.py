@@ -38,7 +38,6 @@ class Recipe:
     unroll: int = 3
     learning_rate: float = 1.5e-3
     rows_per_step: int = 2048
-    max_rows: int = 1024  # of one conversation
     learn_questions: bool = True  # what the target asks is its own text too
     dtype: Dtype = "bfloat16"  # of the target while it generates, and of the exported head
     device: str = "cpu"
@@ -73,8 +72,7 @@ class Recipe:
 
     def identity(self) -> dict[str, Any]:
         """The settings that a resumed training must share with its checkpoint."""
-        names = ("layers", "unroll", "draft_vocab", "learning_rate", "rows_per_step", "max_rows", "learn_questions",
-                 "seed")
+        names = ("layers", "unroll", "draft_vocab", "learning_rate", "rows_per_step", "learn_questions", "seed")
         return {name: getattr(self, name) for name in names} | {"begin": str(self.begin)}
 
     def generate_seconds(self) -> float:

@@ -22,7 +22,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from string import ascii_lowercase
 from typing import Any
@@ -52,6 +52,11 @@ class Conversation:
     @property
     def num_answer(self) -> int:
         return int((self.roles == ANSWER).sum())
+
+    def beginning(self, count: int) -> Conversation:
+        """Its first ``count`` tokens."""
+        return replace(self, tokens=self.tokens[:count], roles=self.roles[:count], greedy=self.greedy[:count],
+                       states=self.states[:count])
 
 
 @dataclass(frozen=True, slots=True)

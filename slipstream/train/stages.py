@@ -46,6 +46,7 @@ from slipstream.train.shards import Shards, Totals
 VOCABULARY, MASK = "vocabulary", "mask"  # among a checkpoint's tensors
 DRAFTERS: Mapping[str, Literal["eagle3", "block"]] = {"eagle3": "eagle3", "dspark": "block"}  # kind -> draft.drafter
 MIN_TOKENS = 3  # tokens of a conversation: a shorter one has no row to learn
+MAX_TOKENS = 1024  # of a conversation, that are trained on
 MAX_EVALUATED = 16  # held-out conversations that the evaluation drafts for
 # Share of answer tokens: if an old vocabulary covers so much less than a new one would, a line says so.
 MAX_COVERAGE_LOSS = 0.01
@@ -114,14 +115,14 @@ def _run_stages(job: Job, config: ModelConfig, watcher: Watcher) -> Mapping[str,
     dtype = dtype_of(recipe.dtype)
     weights = weights_hash(job.target)
     with write_errors("--out", job.out):
-        export(head, job.out, dtype, weights=weights)
+        export(head, job.out, dtype, weights)
     prompts = prompts_of(list(shards.conversations(held_out=True)), MAX_EVALUATED)
     acceptance = _evaluate(job, prompts, watcher)
     progress = training.progress
-    texts = {"training.svg": curves(progress.history),
-             "README.md": card(job.name, head, recipe, shards, vocabulary_share, progress, acceptance, len(prompts))}
+    text = card(job.name, head, recipe, shards, vocabulary_share, progress, acceptance, len(prompts))
     with write_errors("--out", job.out):
-        export(head, job.out, dtype, texts, weights)
+        (job.out / "training.svg").write_text(curves(progress.history), encoding="utf-8")
+        (job.out / "README.md").write_text(text, encoding="utf-8")
     return acceptance
 
 
@@ -157,16 +158,16 @@ def _checkpoints(job: Job, target: Mapping[str, Any]) -> tuple[Path, dict[str, A
 def _train(job: Job, config: ModelConfig, target: Mapping[str, Any], shards: Shards,
            watcher: Watcher) -> tuple[Head, float, Training]:
     recipe, device = job.recipe, device_of(job.recipe.device)
-    training_set, held_out = ([c for c in shards.conversations(is_held_out) if len(c.tokens) >= MIN_TOKENS]
-                              for is_held_out in (False, True))
+    counts = answer_counts(shards.conversations(held_out=False), config.vocab_size)
+    training_set, held_out = ([c.beginning(MAX_TOKENS) for c in shards.conversations(is_held_out)
+                               if len(c.tokens) >= MIN_TOKENS] for is_held_out in (False, True))
     if not training_set:
         raise ConfigError("every conversation so far is held out: generate more (--minutes, --tokens)")
-    if not any(np.isin(c.roles[MIN_TOKENS - 1:recipe.max_rows + 1], recipe.learnt_roles).any() for c in training_set):
-        raise ConfigError(f"there is nothing to learn: of a conversation the first {recipe.max_rows} tokens are read, "
+    if not any(np.isin(c.roles[MIN_TOKENS - 1:], recipe.learnt_roles).any() for c in training_set):
+        raise ConfigError(f"there is nothing to learn: of a conversation the first {MAX_TOKENS} tokens are read, "
                           "and no answer begins there; give shorter prompts")
     folder, identity = _checkpoints(job, target)
     checkpoint = load_newest(folder, identity)
-    counts = answer_counts(training_set, config.vocab_size)
     earlier = _read_begin_head(job) if checkpoint is None else None
     if checkpoint is not None:
         vocabulary = checkpoint.tensors[VOCABULARY]

@@ -58,16 +58,13 @@ class LossResult:
     agreement: tuple[float, ...]  # by step: share of the ``num_learnt`` rows whose best draft token is the target's
 
 
-def rows_of(conversations: Sequence[Conversation], head: Head, max_rows: int,
-            roles: Sequence[int] = (ANSWER,)) -> Rows:
-    """The rows of ``conversations``, each cut after ``max_rows`` rows. roles: roles of tokens that are learnt."""
+def rows_of(conversations: Sequence[Conversation], head: Head, roles: Sequence[int] = (ANSWER,)) -> Rows:
+    """The rows of ``conversations`` of three tokens at least. roles: roles of tokens that are learnt."""
     hidden, device, draft_ids = head.config.hidden_size, head.vocabulary.device, head.draft_ids()
     tokens, positions, states, final_states, loss_rows, greedy = [], [], [], [], [], []
     bounds, num_rows, num_learnt = [0], 0, 0
     for c in conversations:
-        count = min(len(c.tokens) - 2, max_rows)
-        if count < 1:
-            continue
+        count = len(c.tokens) - 2
         is_learnt = np.isin(c.roles[2:count + 2], roles)
         greedy_ids = np.where(is_learnt, draft_ids[c.greedy[1:count + 1]], -1)
         own, width = np.flatnonzero(greedy_ids >= 0), padded_size(count)
