@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -134,25 +134,18 @@ def test_what_one_namespace_tried_tells_another_nothing(trial: Trial) -> None:
 
 async def test_many_grammars_of_one_hold_up_anothers_by_one() -> None:
     executor, order, held = FairExecutor("grammars", 0.1, "too many", MAX_WAITING_EACH), list[str](), threading.Event()
-    loop = asyncio.get_running_loop()
-
-    def run(namespace: str, work: Callable[[], Any]) -> asyncio.Future[Any]:
-        future = loop.create_future()
-        executor.submit(namespace, work, future, loop.call_soon_threadsafe)
-        return future
-
-    first = run("a", held.wait)
-    flood = [run("a", partial(order.append, f"a{i}")) for i in range(MAX_WAITING_EACH)]
+    first = executor.submit("a", held.wait)
+    flood = [executor.submit("a", partial(order.append, f"a{i}")) for i in range(MAX_WAITING_EACH)]
     with pytest.raises(CapacityError) as refused:
-        run("a", held.wait)
+        executor.submit("a", held.wait)
     assert refused.value.retry_after_s > 0
-    gone, kept = run("b", partial(order.append, "gone")), run("b", partial(order.append, "b"))
+    gone, kept = executor.submit("b", partial(order.append, "gone")), executor.submit("b", partial(order.append, "b"))
     gone.cancel()
     held.set()
     await asyncio.gather(first, *flood, kept)
     assert order.index("b") <= 2 and "gone" not in order and len(order) == MAX_WAITING_EACH + 1
     with pytest.raises(ZeroDivisionError):
-        await run("a", lambda: 1 // 0)
+        await executor.submit("a", lambda: 1 // 0)
     executor.close()
 
 

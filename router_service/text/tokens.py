@@ -503,12 +503,9 @@ class Lanes:
         ``never_refuse`` is set (for a finished answer that is only to be written): then it waits."""
         if at_once and size <= BRIEF_TEXT:
             return work()
-        loop = asyncio.get_running_loop()
         if size <= LONG_TEXT:
-            return await loop.run_in_executor(self._short, work)
-        future: asyncio.Future[Result] = loop.create_future()
-        self._long.submit(tenant, work, future, loop.call_soon_threadsafe, size, never_refuse)
-        return await future
+            return await asyncio.get_running_loop().run_in_executor(self._short, work)
+        return await self._long.submit(tenant, work, size, never_refuse)
 
     async def off_loop(self, size: int, work: Callable[[], Result], tenant: str) -> Result:
         """The result of ``work`` on so many numbers of an answer, off the event loop if they are many."""

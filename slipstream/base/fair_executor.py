@@ -14,6 +14,7 @@ It knows nothing about the work.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections import Counter, OrderedDict, deque
@@ -22,37 +23,24 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 from slipstream.base.errors import CapacityError
 
-
-class Promise(Protocol):
-    """A future of an event loop."""
-
-    def done(self) -> bool: ...
-
-    def cancel(self) -> object: ...
-
-    def set_result(self, result: Any, /) -> None: ...
-
-    def set_exception(self, exception: BaseException, /) -> None: ...
-
-    def add_done_callback(self, callback: Callable[[Any], object], /) -> None: ...
+Result = TypeVar("Result")
 
 
 @dataclass(slots=True, eq=False)
 class Job:
     owner: str
     work: Callable[[], Any]
-    future: Promise
-    call_soon: Callable[..., object]
+    future: asyncio.Future[Any]
     size: int
     waiting: bool = True
 
 
 class FairExecutor:
-    """Make it anywhere, use it in the thread of one event loop."""
+    """Make it anywhere, use it on one event loop."""
 
     def __init__(self, name: str, first_job_s: float, refusal: str, max_per_owner: int,
                  max_total: float = math.inf) -> None:
@@ -65,19 +53,21 @@ class FairExecutor:
         self._sizes: Counter[str] = Counter()
         self._busy = False
 
-    def submit(self, owner: str, work: Callable[[], Any], future: Promise, call_soon: Callable[..., object],
-               size: int = 1, never_refuse: bool = False) -> None:
-        """``future`` gets what ``work`` returns or raises, in its turn. ``call_soon``: the loop's
-        ``call_soon_threadsafe``; ``never_refuse``: it waits, however much waits already. Raises CapacityError."""
+    def submit(self, owner: str, work: Callable[[], Result], size: int = 1,
+               never_refuse: bool = False) -> asyncio.Future[Result]:
+        """The future of what ``work`` returns or raises, in its turn. ``never_refuse``: it waits, however much waits
+        already. Raises CapacityError."""
         own, share = self._sizes[owner], self._max_per_owner // len({owner, *self._waiting})
         if not never_refuse and ((own and own + size > share) or self._sizes.total() + size > self._max_total):
             num_before = sum(map(len, self._waiting.values())) + self._busy
             raise CapacityError(self._refusal, num_before * self._last_job_s)
-        job = Job(owner, work, future, call_soon, size)
+        future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        job = Job(owner, work, future, size)
         self._waiting.setdefault(owner, deque()).append(job)
         self._sizes[owner] += size
         future.add_done_callback(lambda _: self._remove(job))
         self._start_next()
+        return future
 
     def close(self) -> None:
         """Cancel all waiting jobs; one that has begun ends by itself."""
@@ -107,7 +97,7 @@ class FairExecutor:
     def _finish_soon(self, job: Job, done: Future[Any]) -> None:
         """Called in the thread."""
         with suppress(RuntimeError):  # the loop is closed
-            job.call_soon(self._finish, job.future, done)
+            job.future.get_loop().call_soon_threadsafe(self._finish, job.future, done)
 
     def _remove(self, job: Job) -> None:
         """Remove ``job`` from the waiting ones, if it is there."""
@@ -120,7 +110,7 @@ class FairExecutor:
         if not jobs:
             del self._waiting[job.owner], self._sizes[job.owner]
 
-    def _finish(self, future: Promise, done: Future[Any]) -> None:
+    def _finish(self, future: asyncio.Future[Any], done: Future[Any]) -> None:
         self._busy = False
         if done.cancelled():
             future.cancel()

@@ -151,11 +151,8 @@ class Trials:
     def run_after_check(self, grammar: Grammar, namespace: str, work: Callable[[], Result],
                         never_refuse: bool = True) -> asyncio.Future[Result]:
         """Run ``work`` in its turn, after a trial of ``grammar``. never_refuse: see ``FairExecutor.submit``."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Result] = loop.create_future()
-        self._executor.submit(namespace, partial(self._check_and_run, grammar, namespace, work), future,
-                              loop.call_soon_threadsafe, never_refuse=never_refuse)
-        return future
+        return self._executor.submit(namespace, partial(self._check_and_run, grammar, namespace, work),
+                                     never_refuse=never_refuse)
 
     def close(self) -> None:
         """Cancel all that wait, and end the process."""
