@@ -51,10 +51,7 @@ from slipstream.cli.process import listen_addresses, with_local_addresses
      "log.spans: 'collector:4317' is no such address; write http://HOST:PORT, or https://"),
     ("router.targets=['kubernetes:///target:8051']",
      "router.targets: 'kubernetes:///target:8051' is not kubernetes:///SERVICE.NAMESPACE:PORT"),
-    ("wire.tls.key=tls.key", "wire.tls.key: is no setting any more; write wire.tls.folder: tls.crt, tls.key and ca.crt "
-                             "stand in it"),
-    ("wire.tls.server_name=a", "wire.tls.server_name: is no setting any more; a server's certificate bears the name "
-                               "that is dialled"),
+    ("wire.tls.key=tls.key", "wire.tls.key: unknown key; known: folder, allowed_names"),
     ("wire.tls.allowed_names=me", "wire.tls.allowed_names: write a list, as in [one, two]; [] for none"),
     ("router", "--set router: write section.key=value"),
     ("model.path=2024-13-01", "--set model.path=2024-13-01: not a YAML value"),

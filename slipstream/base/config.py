@@ -44,18 +44,14 @@ def _engine(given: Any) -> Any:
 
 Engine = Annotated[Literal["ours", "vllm"] | dict[Literal["vllm"], dict[str, Any]], BeforeValidator(_engine)]
 
-# Pydantic's names of mistakes -> our messages; {input} and pydantic's own context are filled in.
+# Pydantic's names of mistakes, or their first words -> our messages; {input} and pydantic's own context are filled in.
 MESSAGES: Mapping[str, str] = MappingProxyType({
     "model_type": "is a section: write its settings below it, one a line, or --set {key}.NAME=VALUE",
     "string_type": "{input} is not text; YAML takes it as such in quotes: '{input}'",
-    "int_type": "'{input}' is not a whole number",
-    "int_parsing": "'{input}' is not a whole number",
-    "int_from_float": "'{input}' is not a whole number",
-    "float_type": "'{input}' is not a number",
-    "float_parsing": "'{input}' is not a number",
+    "int": "'{input}' is not a whole number",
+    "float": "'{input}' is not a number",
     "finite_number": "must have an end",
-    "bool_type": "'{input}' is neither true nor false",
-    "bool_parsing": "'{input}' is neither true nor false",
+    "bool": "'{input}' is neither true nor false",
     "tuple_type": "write a list, as in [one, two]; [] for none",
     "too_short": "is empty; write one at least, as in [127.0.0.1:8051]",
     "literal_error": "'{input}' is not known; write {expected}",
@@ -64,12 +60,6 @@ MESSAGES: Mapping[str, str] = MappingProxyType({
     "less_than": "must be below {lt:g}",
     "less_than_equal": "must be at most {le:g}",
     "string_pattern_mismatch": "'{input}' is no such address; write http://HOST:PORT, or https://",
-})
-_FOLDER = "write wire.tls.folder: tls.crt, tls.key and ca.crt stand in it"
-# Removed settings -> what to write instead.
-REMOVED_SETTINGS: Mapping[str, str] = MappingProxyType({
-    "wire.tls.certificate": _FOLDER, "wire.tls.key": _FOLDER, "wire.tls.authority": _FOLDER,
-    "wire.tls.server_name": "a server's certificate bears the name that is dialled",
 })
 DETECTED_SETTINGS = ("drafts", "shared_cores", "targets")  # detected by services on one machine unless they are set
 MAX_SHOWN_CHARS = 80  # of a wrong value
@@ -314,12 +304,10 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
 def _describe_mistake(problem: Any) -> str:
     key = ".".join(str(part) for part in problem["loc"]) or "configuration"
     if problem["type"] == "extra_forbidden":
-        if key in REMOVED_SETTINGS:
-            return f"{key}: is no setting any more; {REMOVED_SETTINGS[key]}"
         known = _keys_at([str(part) for part in problem["loc"][:-1]])
         similar = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1, cutoff=0.5)
         return f"{key}: unknown key; " + (f"did you mean '{similar[0]}'?" if similar else f"known: {', '.join(known)}")
-    message = MESSAGES.get(problem["type"])
+    message = MESSAGES.get(problem["type"]) or MESSAGES.get(problem["type"].partition("_")[0])
     if problem["input"] is None and problem["type"] == "string_type":
         return f"{key}: stands there without a value; write '' for none, or leave it out"
     if message is None:
