@@ -60,8 +60,7 @@ class Series(Generic[M]):
         return self
 
     def drop(self, *values: str) -> None:
-        self.children.pop(values, None)
-        with suppress(KeyError):  # an old prometheus_client raises it for a series that does not exist
+        if self.children.pop(values, None) is not None:
             self.metric.remove(*self.fixed_labels, *values)
 
 
