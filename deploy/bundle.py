@@ -33,8 +33,12 @@ from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
 from bench.gpu.stages import STAGES
 from deploy.gpu_kernels import NVML, TVM, check, compile_libraries
+from deploy.pip import pip
 from slipstream.base.config import ModelSection
 from slipstream.models.folder import KNOWN, packaged_file
 
@@ -51,22 +55,17 @@ GPUS = "9.0a"  # compute capabilities
 
 def pinned(lock: str, packages: Sequence[str]) -> list[str]:
     """``NAME==VERSION`` of each package. Raises KeyError for one that is not in the lock file."""
-    versions = {normalized(name): version for name, version in re.findall(r"^([\w.-]+)==(\S+)", lock, re.MULTILINE)}
-    return [f"{name}=={versions[normalized(name)]}" for name in packages]
-
-
-def normalized(name: str) -> str:
-    """The normalized name of a package, as pip compares names."""
-    return re.sub(r"[-_.]+", "-", name).lower()
+    pins = re.findall(r"^([\w.-]+)==(\S+)", lock, re.MULTILINE)
+    versions = {canonicalize_name(name): version for name, version in pins}
+    return [f"{name}=={versions[canonicalize_name(name)]}" for name in packages]
 
 
 def fetch(requirements: Sequence[str], site: Path, python: str = "3.12") -> None:
     """Wheels for the other machine and its Python, unpacked into ``site``."""
     platforms = [word for platform in PLATFORMS for word in ("--platform", platform)]
     with tempfile.TemporaryDirectory() as wheels:
-        subprocess.run([sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:",
-                        "--python-version", python, "--implementation", "cp", *platforms, "-d", wheels,
-                        *requirements], check=True)
+        pip("download", "--no-deps", "--only-binary=:all:", "--python-version", python, "--implementation", "cp",
+            *platforms, "-d", wheels, *requirements)
         for wheel in sorted(Path(wheels).glob("*.whl")):
             with zipfile.ZipFile(wheel) as archive:
                 archive.extractall(site)
@@ -122,12 +121,12 @@ def with_dependencies(names: Sequence[str]) -> set[str]:
     found: set[str] = set()
     pending = list(names)
     while pending:
-        name = normalized(pending.pop())
+        name = canonicalize_name(pending.pop())
         if name not in found:
             with suppress(metadata.PackageNotFoundError):
                 requirements = metadata.requires(name) or []
                 found.add(name)
-                pending += [re.split(r"[^\w.-]", requirement)[0] for requirement in requirements
+                pending += [Requirement(requirement).name for requirement in requirements
                             if "extra ==" not in requirement]
     return found
 

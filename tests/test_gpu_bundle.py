@@ -24,9 +24,11 @@ def test_every_package_is_pinned_by_the_lock_file() -> None:
 WITHOUT = """
 import sys
 from importlib import import_module, metadata
-from deploy.bundle import EXPECTED, PACKAGES, normalized, with_dependencies
-there = {normalized(name) for name in PACKAGES} | with_dependencies(EXPECTED) | {"slipstream"}
-missing = {top for top, owners in metadata.packages_distributions().items() if not there & set(map(normalized, owners))}
+from packaging.utils import canonicalize_name
+from deploy.bundle import EXPECTED, PACKAGES, with_dependencies
+there = {*map(canonicalize_name, PACKAGES)} | with_dependencies(EXPECTED) | {"slipstream"}
+missing = {top for top, owners in metadata.packages_distributions().items()
+           if not there & {*map(canonicalize_name, owners)}}
 for name in [name for name in sys.modules if name.partition(".")[0] in missing]:
     del sys.modules[name]
 sys.modules.update(dict.fromkeys(missing))  # to import one fails
