@@ -25,15 +25,14 @@
   | toYaml -}}
 {{- end -}}
 
-{{/* The ports of targets and drafts differ from the defaults outside Kubernetes (8051, 8052). They must not change: during
-     a rollout pods of the old and of the new release could not reach each other. */}}
 {{- define "slipstream.config.router" -}}
 {{- $name := include "slipstream.fullname" . -}}
+{{- $ports := (include "slipstream.ports" . | fromYaml).router -}}
 {{- $own := dict
-  "listen" (printf "%s:8000" .Values.bindAddress)
-  "grpc_listen" (printf "%s:8001" .Values.bindAddress)
-  "metrics_listen" (printf "%s:9100" .Values.bindAddress)
-  "targets" (list (include "slipstream.address" (dict "root" . "name" (printf "%s-target" $name) "port" 50051))) -}}
+  "listen" (printf "%s:%v" .Values.bindAddress $ports.http)
+  "grpc_listen" (printf "%s:%v" .Values.bindAddress $ports.grpc)
+  "metrics_listen" (printf "%s:%v" .Values.bindAddress $ports.metrics)
+  "targets" (list (include "slipstream.address" (dict "root" . "role" "target" "name" (printf "%s-target" $name)))) -}}
 {{- if .Values.router.apiKeys.existingSecret -}}
 {{- $_ := set $own "api_keys_file" (printf "/etc/slipstream-keys/%s" .Values.router.apiKeys.key) -}}
 {{- end -}}
@@ -51,12 +50,13 @@
 {{- $vllm := include "slipstream.vllm" . -}}
 {{- if or (not $vllm) (gt (int .Values.draft.replicas) 0) -}}
 {{- range .Values.draft.pools -}}
-{{- $drafts = append $drafts (include "slipstream.address" (dict "root" $ "name" (printf "%s-draft-%s" $name .name) "port" 50052)) -}}
+{{- $drafts = append $drafts (include "slipstream.address" (dict "root" $ "role" "draft" "name" (printf "%s-draft-%s" $name .name))) -}}
 {{- end -}}
 {{- end -}}
+{{- $ports := (include "slipstream.ports" . | fromYaml).target -}}
 {{- $own := dict
-  "listen" (printf "%s:50051" .Values.bindAddress)
-  "metrics_listen" (printf "%s:9101" .Values.bindAddress)
+  "listen" (printf "%s:%v" .Values.bindAddress $ports.grpc)
+  "metrics_listen" (printf "%s:%v" .Values.bindAddress $ports.metrics)
   "drafts" $drafts -}}
 {{- $config := include "slipstream.config.shared" (dict "root" . "plaintext" (not .Values.tls.enabled) "client" "router") | fromYaml -}}
 {{- $target := merge $own (deepCopy (default dict .Values.config.target)) -}}
@@ -73,9 +73,10 @@
 
 {{/* Takes root and pool. */}}
 {{- define "slipstream.config.draft" -}}
+{{- $ports := (include "slipstream.ports" . | fromYaml).draft -}}
 {{- $own := dict
-  "listen" (printf "%s:50052" .root.Values.bindAddress)
-  "metrics_listen" (printf "%s:9102" .root.Values.bindAddress) -}}
+  "listen" (printf "%s:%v" .root.Values.bindAddress $ports.grpc)
+  "metrics_listen" (printf "%s:%v" .root.Values.bindAddress $ports.metrics) -}}
 {{- with .pool.model -}}
 {{- $_ := set $own "model" (printf "/models/%s" .) -}}
 {{- end -}}

@@ -70,12 +70,21 @@ true
 {{- include "slipstream.image" (dict "root" . "image" .Values.images.router "variant" "router") -}}
 {{- end -}}
 
-{{/* Where peers find a service: its EndpointSlices, or its pods by name; takes root, name and port. */}}
+{{/* The ports of all roles. Those of targets and drafts differ from the defaults outside Kubernetes (8051, 8052). They must
+     not change: during a rollout pods of the old and of the new release could not reach each other. */}}
+{{- define "slipstream.ports" -}}
+router: {http: 8000, grpc: 8001, metrics: 9100}
+target: {grpc: 50051, metrics: 9101}
+draft: {grpc: 50052, metrics: 9102}
+{{- end -}}
+
+{{/* Where peers find a service: its EndpointSlices, or its pods by name; takes root, role and name. */}}
 {{- define "slipstream.address" -}}
+{{- $port := (index (include "slipstream.ports" . | fromYaml) .role).grpc -}}
 {{- if .root.Values.discovery.enabled -}}
-kubernetes:///{{ .name }}.{{ .root.Release.Namespace }}:{{ .port }}
+kubernetes:///{{ .name }}.{{ .root.Release.Namespace }}:{{ $port }}
 {{- else -}}
-{{ .name }}.{{ .root.Release.Namespace }}.svc:{{ .port }}
+{{ .name }}.{{ .root.Release.Namespace }}.svc:{{ $port }}
 {{- end -}}
 {{- end -}}
 

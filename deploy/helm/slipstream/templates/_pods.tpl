@@ -1,6 +1,6 @@
 {{/* One Deployment for every role. Takes root, role, pool ("" for none), name, pod (the values of the role), replicas
-     ("" where a scaler sets them), image, config (the text of the configuration), ports (name to number), metricsPort,
-     threads (the setting that takes the number of CPUs, "" for none), model (whether it reads one). */}}
+     ("" where a scaler sets them), image, config (the text of the configuration), threads (the setting that takes the
+     number of CPUs, "" for none), model (whether it reads one). */}}
 
 {{- define "slipstream.deployment" -}}
 apiVersion: apps/v1
@@ -184,10 +184,9 @@ env:
   {{- toYaml . | nindent 2 }}
   {{- end }}
 ports:
-  {{- range $name, $number := .ports }}
+  {{- range $name, $number := index (include "slipstream.ports" . | fromYaml) .role }}
   - {name: {{ $name }}, containerPort: {{ $number }}, protocol: TCP}
   {{- end }}
-  - {name: metrics, containerPort: {{ .metricsPort }}, protocol: TCP}
 {{- /* None of the three depends on a peer, except that a router is ready when a target is. */}}
 startupProbe:
   httpGet: {path: /live, port: metrics}
