@@ -5,22 +5,23 @@ Rules:
    shared memory, too.
 2. The gradient of a step is the mean over its rows, however they are divided: a part is weighted by its rows with a
    loss.
-3. A group of one is this process alone. The other processes end when this one does, however it ends.
+3. A group of one is this process alone.
 
-On a CPU this scales where threads inside an operation do not: on two cores a second thread brought nothing, a second
-process did. It knows nothing about heads, losses or data; a batch is a list of indices that mean the same to all.
+It knows nothing about heads, losses or data; a batch is a list of indices that mean the same to all.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 
 import torch
 
 from slipstream.base.errors import CapacityError
+from slipstream.train.forks import fork
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,28 +43,24 @@ class WorkerGroup:
 
     def __init__(self, weights: Mapping[str, torch.Tensor], compute: Compute, size: int) -> None:
         self._weights, self._compute = list(weights.values()), compute
-        self._workers: list[tuple[Connection, list[torch.Tensor]]] = []
+        self._pipes = list[Connection]()
+        self._gradients = list[list[torch.Tensor]]()  # of the other processes
         if size > 1:
             for weight in self._weights:
                 _share_memory(weight)
-        context = multiprocessing.get_context("fork")
         for _ in range(size - 1):
             gradients = [_share_memory(torch.zeros_like(weight, requires_grad=False)) for weight in self._weights]
-            own_end, worker_end = context.Pipe()
-            inherited = [*(pipe for pipe, _ in self._workers), own_end]
-            context.Process(target=_worker_main, args=(worker_end, inherited, compute, self._weights, gradients),
-                            daemon=True).start()
-            worker_end.close()
-            self._workers.append((own_end, gradients))
+            fork(partial(_compute_parts, compute, self._weights, gradients), self._pipes)
+            self._gradients.append(gradients)
 
     def run(self, batch: Sequence[int], sizes: Sequence[int]) -> StepResult:
         """Compute ``batch``; its gradients are then in the weights. sizes: rows of each item. Raises CapacityError if a
         process has ended."""
-        parts = split_evenly(batch, sizes, len(self._workers) + 1)
+        parts = split_evenly(batch, sizes, len(self._pipes) + 1)
         try:
-            for (pipe, _), part in zip(self._workers, parts[1:], strict=True):
+            for pipe, part in zip(self._pipes, parts[1:], strict=True):
                 pipe.send(part)
-            results = [self._compute(parts[0]), *(pipe.recv() for pipe, _ in self._workers)]
+            results = [self._compute(parts[0]), *(pipe.recv() for pipe in self._pipes)]
         except (EOFError, ConnectionError) as error:  # ConnectionError: it ended between two steps
             raise CapacityError("a process that trains has ended, for want of memory perhaps; go on with the same "
                                 "command and fewer --threads") from error
@@ -78,7 +75,7 @@ class WorkerGroup:
             if weight.grad is None:
                 weight.grad = torch.zeros_like(weight)
             weight.grad.mul_(shares[0])
-            for (_, gradients), share in zip(self._workers, shares[1:], strict=True):
+            for gradients, share in zip(self._gradients, shares[1:], strict=True):
                 if share:
                     weight.grad.add_(gradients[i], alpha=share)
 
@@ -111,12 +108,9 @@ def _share_memory(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.share_memory_()  # type: ignore[no-untyped-call, no-any-return]
 
 
-def _worker_main(pipe: Connection, inherited: Sequence[Connection], compute: Compute, weights: Sequence[torch.Tensor],
-           gradients: Sequence[torch.Tensor]) -> None:
-    for connection in inherited:  # open copies would hide the end of the process that trains
-        connection.close()
-    torch.set_num_threads(1)
-    try:
+def _compute_parts(compute: Compute, weights: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor],
+                   pipe: Connection) -> None:
+    with suppress(EOFError, OSError):  # the process that trains has ended
         while True:
             result = compute(pipe.recv())
             if result.weight:
@@ -124,5 +118,3 @@ def _worker_main(pipe: Connection, inherited: Sequence[Connection], compute: Com
                     if weight.grad is not None:
                         gradient.copy_(weight.grad)
             pipe.send(result)
-    except (EOFError, OSError, KeyboardInterrupt):
-        return  # the process that trains has ended

@@ -9,28 +9,27 @@ Rules:
    others check them after every step and end, also if it was killed. If one of the others fails, the first one stops,
    too: else it would go on alone for hours before it reports the failure.
 
-On a CPU this scales where threads inside an operation do not. It knows nothing about what is enough.
+It knows nothing about what is enough.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from string import ascii_lowercase
 from typing import Any
 
-import torch
-
 from slipstream.base.errors import CapacityError, SlipstreamError
 from slipstream.engine.model import CausalModel
 from slipstream.engine.runner import ModelRunner
 from slipstream.train.dialogue import Plan, Prompt, TurnTemplate, make_plan
+from slipstream.train.forks import fork
 from slipstream.train.generate import Generator, max_slots
 from slipstream.train.recipe import Recipe
 from slipstream.train.shards import Shards, ShardWriter
@@ -92,16 +91,9 @@ class OtherProcesses:
     """The processes beside the first one."""
 
     def __init__(self, task: Task) -> None:
-        context = multiprocessing.get_context("fork")
-        self._processes, self._pipes = [], list[Connection]()
-        for rank in range(1, task.recipe.processes):
-            own_end, worker_end = context.Pipe()
-            arguments = task, rank, worker_end, [*self._pipes, own_end]
-            process = context.Process(target=_worker_main, args=arguments, daemon=True)
-            process.start()
-            worker_end.close()
-            self._pipes.append(own_end)
-            self._processes.append(process)
+        self._pipes = list[Connection]()
+        self._processes = [fork(partial(_generate_beside, task, rank), self._pipes)
+                           for rank in range(1, task.recipe.processes)]
 
     @property
     def failed(self) -> bool:
@@ -126,13 +118,8 @@ class OtherProcesses:
                                 "what it finished is kept: go on with the same command and fewer --threads")
 
 
-def _worker_main(task: Task, rank: int, pipe: Connection, inherited: Sequence[Connection]) -> None:
-    for connection in inherited:  # open copies would hide the end of the first process
-        connection.close()
-    torch.set_num_threads(1)
+def _generate_beside(task: Task, rank: int, pipe: Connection) -> None:
     try:
         generate_shards(task, rank, lambda pending, running: pipe.poll())
-    except KeyboardInterrupt:
-        return  # the first process is interrupted too, and says so
     except SlipstreamError as error:
         sys.exit(str(error))
