@@ -11,7 +11,6 @@ It knows nothing about what the tensors mean.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from slipstream.base.errors import ConfigError
-from slipstream.train.folders import new_folder, write_errors
+from slipstream.train.folders import work_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +38,11 @@ def save(folder: Path, step: int, checkpoint: Checkpoint, identity: Mapping[str,
     path = folder / f"step-{step:08d}"
     if path.exists():  # nothing was trained since; replacing it could lose it in a kill
         return
-    with write_errors("--work", folder), new_folder(path.with_suffix(".partial")) as partial:
+    with work_files(path) as partial:
         save_file(_on_cpu(checkpoint.tensors), partial / "head.safetensors")
         save_file(_on_cpu(checkpoint.optimizer), partial / "optimizer.safetensors")
         text = json.dumps({"identity": dict(identity), "state": checkpoint.state})
         (partial / "state.json").write_text(text, encoding="utf-8")
-        for file in partial.iterdir():
-            with file.open("rb") as opened:
-                os.fsync(opened.fileno())
-        partial.rename(path)
     for old in folder.glob("step-*"):
         if old != path:
             shutil.rmtree(old)

@@ -14,6 +14,7 @@ It knows nothing about the content of files.
 from __future__ import annotations
 
 import fcntl
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -49,6 +50,18 @@ def new_folder(folder: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
+
+
+@contextmanager
+def work_files(folder: Path) -> Iterator[Path]:
+    """A context with a new folder beside ``folder``, which gets that name when its files are on the disk: a kill leaves
+    only complete folders. Raises ConfigError if they cannot be written."""
+    with write_errors("--work", folder.parent), new_folder(folder.with_suffix(".partial")) as partial:
+        yield partial
+        for file in partial.iterdir():
+            with file.open("rb") as opened:
+                os.fsync(opened.fileno())
+        partial.rename(folder)
 
 
 def check_work(folder: Path) -> None:

@@ -17,7 +17,6 @@ It knows nothing about where conversations come from.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.base.errors import ConfigError
-from slipstream.train.folders import new_folder, write_errors
+from slipstream.train.folders import work_files
 
 FORMAT = 1
 GIVEN, QUESTION, ANSWER = 0, 1, 2  # roles of tokens: template and given text, the target's questions, its answers
@@ -92,10 +91,8 @@ class ShardWriter:
         ConfigError if it cannot be written."""
         if not self._pending:
             return
-        path = self.folder / f"shard-{self._next:05d}{self._suffix}"
-        with write_errors("--work", self.folder), new_folder(path.with_suffix(".partial")) as partial:
+        with work_files(self.folder / f"shard-{self._next:05d}{self._suffix}") as partial:
             self._fill(partial, seconds)
-            partial.rename(path)
         self._next += 1
         self._pending, self.num_pending = [], 0
 
@@ -107,8 +104,6 @@ class ShardWriter:
         index = {"format": FORMAT, "identity": self._identity, "given": self._prompts_given, "seconds": seconds,
                  "conversations": entries}
         (partial / "index.json").write_text(json.dumps(index), encoding="utf-8")
-        for file in partial.iterdir():
-            _sync(file)
 
 
 class Shards:
@@ -191,8 +186,3 @@ def _shard_folders(folder: Path) -> list[Path]:
 
 def _number(path: Path) -> int:
     return int(path.name.removeprefix("shard-").rstrip(ascii_lowercase))
-
-
-def _sync(file: Path) -> None:
-    with file.open("rb") as opened:
-        os.fsync(opened.fileno())
