@@ -8,16 +8,16 @@ Rules:
 4. A conversation is sent whole with each question; a question that failed is forgotten. Ctrl-C ends the answer, not the
    conversation; the end of input or /quit ends the conversation.
 
-It knows nothing about processes, gRPC or configuration.
+It knows nothing about processes, the network or configuration.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -25,6 +25,9 @@ from rich.text import Text
 
 from slipstream.base.errors import InvalidRequest, SlipstreamError
 from slipstream.protocol.chat import Delta, Message, Usage
+
+if TYPE_CHECKING:
+    from slipstream.wire.client import Client  # brings gRPC, which help does not need
 
 # Model output must not drive the terminal: escape sequences and the like are left out.
 CONTROL_CHARACTERS = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
@@ -147,16 +150,10 @@ def _show_delta(console: Console, delta: Delta, style: str) -> None:
         console.file.flush()
 
 
-class ChatClient(Protocol):
-    """The part of ``slipstream.wire.client.Client`` that a conversation needs."""
-
-    def chat(self, messages: Sequence[Message], *, model: str = "", **options: Any) -> Iterator[Delta]: ...
-
-
 class Conversation:
     """The questions and answers so far. ``read_line`` returns the user's next line, None at the end."""
 
-    def __init__(self, console: Console, client: ChatClient, model: str, read_line: Callable[[str], str | None],
+    def __init__(self, console: Console, client: Client, model: str, read_line: Callable[[str], str | None],
                  options: dict[str, Any]) -> None:
         self._console = console
         self._client = client
