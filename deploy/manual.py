@@ -22,9 +22,9 @@ from slipstream.wire.link import FIRST_BACKOFF_S, PROJECTION_S
 from slipstream.wire.servicer import MAX_PEERS
 
 FOLDERS = ("slipstream/base", "slipstream/protocol", "slipstream/decision", "slipstream/following", "slipstream/wire",
-         "slipstream/choosing", "slipstream/engine", "slipstream/drafting", "slipstream/models", "slipstream/observe",
-         "slipstream/simulate", "slipstream/train", "slipstream/cli", "draft_service", "target_service",
-         "router_service", "bench", "deploy")
+         "slipstream/choosing", "slipstream/grammar", "slipstream/engine", "slipstream/drafting", "slipstream/models",
+         "slipstream/observe", "slipstream/simulate", "slipstream/train", "slipstream/cli", "draft_service",
+         "target_service", "router_service", "bench", "deploy")
 
 ROOT, DOCS = Path(__file__).parent.parent, Path("docs")
 Rows = Sequence[Sequence[str]]

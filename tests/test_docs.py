@@ -16,7 +16,7 @@ from typer.main import get_command
 
 from deploy.dashboards import BOARDS
 from deploy.dashboards.panels import Dashboard
-from deploy.manual import markdown, pages, tables, with_tables
+from deploy.manual import FOLDERS, markdown, pages, tables, with_tables
 from deploy.values import ImagesValues, ImageValues, Values
 from slipstream.base.config import Config, config_yaml, load
 from slipstream.cli.commands import app
@@ -32,6 +32,11 @@ NO_SETTINGS = ("config.json", "target.log", "router.request", "target.answer", "
 def test_printed_pages_are_in_step() -> None:
     stale = [page.name for page, text in pages().items() if (ROOT / page).read_text(encoding="utf-8") != text]
     assert not stale, f"{stale} differ from the code: run `make docs`"
+
+
+def test_the_map_has_every_folder() -> None:
+    folders = {str(file.parent.relative_to(ROOT)) for file in ROOT.glob("slipstream/*/__init__.py")}
+    assert folders - {"slipstream/v1"} <= set(FOLDERS), "v1 is printed from proto"
 
 
 def test_the_protocol_page_has_a_row_for_every_transition() -> None:
