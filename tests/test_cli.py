@@ -206,16 +206,13 @@ def test_drafted_tokens_stand_out_and_text_cannot_drive_the_terminal() -> None:
     assert shown.text == "A river\x1b[31m é" and shown.num_first_tokens == 2
 
 
-def test_a_terminal_without_colours_underlines() -> None:
-    console, out = screen(force_terminal=True, color_system="standard", no_color=True)
-    show_answer(console, iter(ANSWER[:1]))
-    assert out.getvalue() == "A \x1b[4mriv\x1b[0m\n"
-
-
-def test_what_is_no_terminal_gets_plain_text() -> None:
-    console, out = screen(color_system=None)
+@pytest.mark.parametrize(("terminal", "shown"), [
+    ({"force_terminal": True, "color_system": "standard", "no_color": True}, "A \x1b[4mriv\x1b[0mer[31m é\n"),
+    ({"color_system": None}, "A river[31m é\n")], ids=["no colours", "no terminal"])
+def test_where_there_are_no_colours_draft_tokens_are_underlined_or_plain(terminal: dict[str, Any], shown: str) -> None:
+    console, out = screen(**terminal)
     show_answer(console, iter(ANSWER))
-    assert out.getvalue() == "A river[31m é\n"
+    assert out.getvalue() == shown
 
 
 def test_reasoning_is_dim_and_not_of_the_answer() -> None:
@@ -324,29 +321,17 @@ def test_a_service_that_cannot_begin_says_why_at_last(role: str, change: str, to
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])
-def test_a_taken_port_is_told_before_a_model_is_loaded(role: str) -> None:
+@pytest.mark.parametrize(("change", "told"), [("{role}.listen={taken}", "^{role}.listen: port .* is taken"),
+                                              ("wire.tls.folder={folder}", r"^tls: cannot read .*tls\.crt")])
+def test_a_mistake_is_told_before_a_model_is_loaded(role: str, change: str, told: str, tmp_path: Path) -> None:
     """Which may take minutes. Here there is none to load."""
     service = import_module(f"{role}_service.__main__")
     with socket.create_server(("127.0.0.1", 0)) as holder:
-        address = f"127.0.0.1:{holder.getsockname()[1]}"
+        change = change.format(role=role, taken=f"127.0.0.1:{holder.getsockname()[1]}", folder=tmp_path)
         config = load(None, (*on_free_ports(), "model.path=nowhere", "draft.drafter=standalone", "draft.model=nowhere",
-                             f"{role}.listen={address}"))
-        with pytest.raises(ConfigError, match=f"^{role}.listen: port .* is taken"):
+                             change))
+        with pytest.raises(ConfigError, match=told.format(role=role)):
             asyncio.run(service.serve(config, asyncio.Event(), lambda: None))
-
-
-@pytest.mark.parametrize("role", ["target", "draft"])
-def test_a_missing_certificate_is_told_before_a_model_is_loaded(role: str, tmp_path: Path) -> None:
-    service = import_module(f"{role}_service.__main__")
-    config = load(None, (*on_free_ports(), "model.path=nowhere", "draft.drafter=standalone", "draft.model=nowhere",
-                         f"wire.tls.folder={tmp_path}"))
-    with pytest.raises(ConfigError, match=r"^tls: cannot read .*tls\.crt"):
-        asyncio.run(service.serve(config, asyncio.Event(), lambda: None))
-
-
-def test_an_address_that_is_none_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'8000' is not host:port"):
-        require_free(load(None, ("router.listen='8000'",)))
 
 
 def test_a_port_that_is_left_open_is_named() -> None:
