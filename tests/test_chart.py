@@ -127,6 +127,18 @@ def settings(objects: list[dict[str, Any]], name: str) -> dict[str, Any]:
     return dict(yaml.safe_load(only(objects, "ConfigMap", name)["data"]["slipstream.yaml"]))
 
 
+def config_of(objects: list[dict[str, Any]], name: str, folder: Path, overrides: tuple[str, ...] = ()) -> Config:
+    """The configuration that a service reads, from a file in ``folder``."""
+    file = folder / f"{name}.yaml"
+    file.write_text(only(objects, "ConfigMap", name)["data"]["slipstream.yaml"])
+    return load(file, overrides)
+
+
+def sets(*changes: str) -> list[str]:
+    """Arguments of helm that set values."""
+    return [word for change in changes for word in ("--set", change)]
+
+
 def deployments(objects: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return {o["metadata"]["name"]: o["spec"] for o in objects if o["kind"] == "Deployment"}
 
@@ -170,7 +182,7 @@ def test_lint(profile: str) -> None:
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_values_are_refused_with_a_sentence(case: str) -> None:
     changes, words = WRONG[case]
-    done = helm("template", "cpu", *(word for change in changes for word in ("--set", change)))
+    done = helm("template", "cpu", *sets(*changes))
     assert done.returncode != 0 and words in done.stderr, done.stderr or "it rendered"
 
 
@@ -183,7 +195,7 @@ def test_wrong_values_are_refused_with_a_sentence(case: str) -> None:
     # What is said by an empty line: nothing of it.
     ("target.resources=null", "model.prepareResources=null", "router.nodeSelector=null", "images.pullSecrets=null")])
 def test_what_is_right_is_not_refused(changes: tuple[str, ...]) -> None:
-    assert rendered("cpu", *(word for change in changes for word in ("--set", change)))
+    assert rendered("cpu", *sets(*changes))
 
 
 def test_the_plain_install_asks_for_certificates() -> None:
@@ -197,9 +209,7 @@ def test_services_read_their_files(profile: str, tmp_path: Path) -> None:
     names = list(deployments(objects))
     assert len(names) >= 3
     for name in names:
-        file = tmp_path / f"{name}.yaml"
-        file.write_text(only(objects, "ConfigMap", name)["data"]["slipstream.yaml"])
-        config = load(file)
+        config = config_of(objects, name, tmp_path)
         assert config.model.path.startswith("/models/")
         assert (config.wire.tls.folder != "") == (profile != "cpu")
 
@@ -247,9 +257,7 @@ def test_a_pod_has_time_to_drain(profile: str, tmp_path: Path) -> None:
     objects = rendered(profile)
     for name, spec in deployments(objects).items():
         pod = spec["template"]["spec"]
-        file = tmp_path / "slipstream.yaml"
-        file.write_text(only(objects, "ConfigMap", name)["data"]["slipstream.yaml"])
-        config = load(file)
+        config = config_of(objects, name, tmp_path)
         drain_s = getattr(getattr(config, pod["containers"][0]["name"]), "drain_s", DRAIN_S)
         stop_s = float(pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][1])
         assert pod["terminationGracePeriodSeconds"] > stop_s + drain_s
@@ -498,8 +506,7 @@ def test_a_scaler_begins_with_the_targets_that_are_there(nodes: int) -> None:
 @pytest.mark.parametrize(("changes", "most"), [((), 12), (("config.target.max_sessions=64",), 48),
                                                (("target.autoscaling.runningPerTarget=7",), 7)])
 def test_a_scaler_follows_what_runs_and_what_waits(changes: tuple[str, ...], most: int) -> None:
-    given = [word for change in changes for word in ("--set", change)]
-    metrics = only(rendered("cpu", *given, "--set", "discovery.enabled=true", "--set",
+    metrics = only(rendered("cpu", *sets(*changes), "--set", "discovery.enabled=true", "--set",
                             "target.autoscaling.hpa.enabled=true"), "HorizontalPodAutoscaler")["spec"]["metrics"]
     assert [(one["pods"]["metric"]["selector"]["matchLabels"]["state"], one["pods"]["target"]["averageValue"])
             for one in metrics] == [("running", str(most)), ("waiting", "4")]
@@ -525,7 +532,7 @@ def test_a_share_of_the_drafts(total: int, shares: tuple[int, ...], expected: tu
     changes = [f"draft.replicas={total}"]
     for i, share in enumerate(shares):
         changes += [f"draft.pools[{i}].name=p{i}", f"draft.pools[{i}].share={share}", f"draft.pools[{i}].model=m"]
-    objects = rendered("h100", *(word for change in changes for word in ("--set", change)))
+    objects = rendered("h100", *sets(*changes))
     found = tuple(deployments(objects)[f"r-slipstream-draft-p{i}"]["replicas"] for i in range(len(shares)))
     assert found == expected
     assert sum(found) == total and all(n >= math.ceil(total * s / 100) for n, s in zip(found, shares, strict=True))
@@ -570,7 +577,7 @@ def test_a_quantity_of_a_profile_may_be_taken_back() -> None:
     """As where a GPU is cut into parts that have names of their own. Null is what Helm has for it."""
     changes = (r"requests.nvidia\.com/gpu=null", r"limits.nvidia\.com/gpu=null", "limits.cpu=null",
                r"limits.nvidia\.com/mig-3g\.40gb=1")
-    objects = rendered("h100", *(word for one in changes for word in ("--set", f"target.resources.{one}")))
+    objects = rendered("h100", *sets(*(f"target.resources.{one}" for one in changes)))
     spec = deployments(objects)["r-slipstream-target"]
     (container,) = spec["template"]["spec"]["containers"]
     assert container["resources"] == {"limits": {"memory": "64Gi", "nvidia.com/mig-3g.40gb": "1"},
@@ -602,9 +609,7 @@ def test_a_target_may_have_vllms_engine(profile: str, tmp_path: Path) -> None:
     assert container["startupProbe"]["periodSeconds"] * container["startupProbe"]["failureThreshold"] >= 1800
     drafts = [spec for name, spec in deployments(objects).items() if "-draft-" in name]
     assert drafts and not any(spec["template"]["spec"]["containers"][0]["image"].endswith("-vllm") for spec in drafts)
-    file = tmp_path / "slipstream.yaml"
-    file.write_text(only(objects, "ConfigMap", "r-slipstream-target")["data"]["slipstream.yaml"])
-    config = load(file)
+    config = config_of(objects, "r-slipstream-target", tmp_path)
     asked = arguments(config, Path(config.model.path), "m", list(config.target.vllm or ()))
     gpus = container["resources"]["limits"]["nvidia.com/gpu"]
     assert asked["tensor_parallel_size"] == int(gpus) and asked["max_num_seqs"] == config.target.max_sessions
@@ -625,10 +630,8 @@ def test_a_target_may_be_several_pods(tmp_path: Path) -> None:
     own = {"LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "r-slipstream-targets-0.r-slipstream-targets"}
     overrides = tuple(word.removeprefix("--set=").replace("$(", "{").replace(")", "}").format(**own)
                       for word in container["args"] if word.startswith("--set=target.engine"))
-    file = tmp_path / "slipstream.yaml"
-    file.write_text(only(objects, "ConfigMap", "r-slipstream-target")["data"]["slipstream.yaml"])
-    config = load(file, overrides)
-    assert config.target.vllm is not None and node_rank(config) == 1 and node_rank(load(file)) == 0
+    first, config = (config_of(objects, "r-slipstream-target", tmp_path, given) for given in ((), overrides))
+    assert config.target.vllm is not None and node_rank(config) == 1 and node_rank(first) == 0
     asked = arguments(config, Path("/m"), "m", list(config.target.vllm))
     assert (asked["nnodes"], asked["node_rank"], asked["master_addr"]) == (2, 1, own["LWS_LEADER_ADDRESS"])
     assert asked["enable_expert_parallel"], "what the values say of vLLM stays"
@@ -666,9 +669,7 @@ def test_a_drafter_that_may_need_the_model_has_it(drafter: str, reads: bool, tmp
     pod = deployments(objects)["r-slipstream-draft-main"]["template"]["spec"]
     mounts = {mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
     assert ("/models" in mounts) == reads == bool(pod.get("initContainers"))
-    file = tmp_path / "slipstream.yaml"
-    file.write_text(only(objects, "ConfigMap", "r-slipstream-draft-main")["data"]["slipstream.yaml"])
-    assert load(file).draft.drafter == (drafter or "auto")
+    assert config_of(objects, "r-slipstream-draft-main", tmp_path).draft.drafter == (drafter or "auto")
 
 
 def test_monitoring_is_made_where_its_kinds_are_known() -> None:
