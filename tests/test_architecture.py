@@ -49,7 +49,7 @@ def test_settings_do_not_come_from_the_environment() -> None:
     readers = {str(path.relative_to(ROOT)) for path in SOURCES for node in ast.walk(ast.parse(path.read_text("utf-8")))
                if isinstance(node, ast.Attribute) and dotted(node) in ("os.environ", "os.getenv", "os.putenv")}
     assert readers <= {"slipstream/models/folder.py", "slipstream/base/offload.py", "slipstream/cli/process.py",
-                       "bench/fleet.py", "deploy/image.py", "build_hook.py", "target_service/vllm_start.py",
+                       "bench/fleet.py", "deploy/pip.py", "build_hook.py", "target_service/vllm_start.py",
                        "integrations/vllm/slipstream_vllm/remote.py",
                        "integrations/vllm/slipstream_vllm/signals.py"}, (
         "the environment names the user's cache folder, is passed on to child processes, and tells a build and vLLM's "
