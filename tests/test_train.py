@@ -48,7 +48,7 @@ from slipstream.train.block_head import warm_block_head
 from slipstream.train.checkpoint import Checkpoint, load_newest, save
 from slipstream.train.collect import collect, identity_of
 from slipstream.train.dialogue import make_plan, number_prompts, read_prompts, read_turn_template
-from slipstream.train.distil import CE_DECAY, DistillationLoss, LossInputs, SampledTokens
+from slipstream.train.distil import CE_DECAY, DistillationLoss, LossInputs, UsedTokens
 from slipstream.train.evaluate import evaluate, prompts_of
 from slipstream.train.export import export
 from slipstream.train.fit import Progress, Training
@@ -297,7 +297,7 @@ def test_the_gradient_of_some_tokens_is_that_of_autograd(monkeypatch: pytest.Mon
     weights, truth = torch.rand(3, 20, generator=dice, dtype=torch.float64), (final_states @ teacher.T).softmax(-1)
     best, tokens = truth[:, :10].argmax(-1), torch.tensor([*range(10), 12, 20, 39])
     counts = torch.tensor([1.0] * 10 + [10.0] * 3, dtype=torch.float64)
-    monkeypatch.setattr("slipstream.train.distil.sample_tokens", lambda *_: SampledTokens(tokens, counts, best))
+    monkeypatch.setattr("slipstream.train.distil.used_tokens", lambda *_: UsedTokens(tokens, counts, best))
     inputs = LossInputs(final_states, teacher, best, weights, torch.float64, num_sampled=3)
     slopes = []
     for fused in (False, True):

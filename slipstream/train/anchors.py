@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from slipstream.engine.model import ModelConfig
 from slipstream.engine.ops.layer import Rope, rms_norm
 from slipstream.train.block_head import BLOCK
-from slipstream.train.distil import sample_tokens
+from slipstream.train.distil import used_tokens
 from slipstream.train.head import Head, Tensors
 from slipstream.train.shards import Conversation
 from slipstream.train.unroll import LossResult, after_attention, rotate
@@ -105,11 +105,13 @@ def block_loss(head: Head, blocks: Blocks, dtype: torch.dtype = torch.float32, n
     weight, head_dtype = head.tensors, head.embedding.dtype
     with torch.autocast(blocks.states.device.type, dtype, enabled=dtype is not head_dtype):
         target_probs = F.linear(blocks.final_states.to(head_dtype), head.teacher).to(head_dtype).softmax(-1)
-        used = _loss_tokens(blocks, target_probs, num_sampled)
+        labels = torch.stack((blocks.next_ids, blocks.greedy_ids)).clamp(min=0)
+        used = used_tokens(target_probs.flatten(0, 1), labels.flatten(), num_sampled)
+        target_probs = target_probs[..., used.tokens] * used.counts
+        next_index, greedy_index = used.greedy_index.view_as(labels)
         states = states_of(head, blocks)
         markov = F.embedding(blocks.tokens, weight["markov_head.markov_w1.weight"])
-        lm_head, bias = (weight[name] if used.tokens is None else weight[name][used.tokens]
-                         for name in ("lm_head.weight", "markov_head.markov_w2.weight"))
+        lm_head, bias = (weight[name][used.tokens] for name in ("lm_head.weight", "markov_head.markov_w2.weight"))
         logits = (F.linear(states, lm_head) + F.linear(markov, bias)).to(head_dtype)
         confidence = F.linear(torch.cat((states, markov), -1), weight["confidence_head.proj.weight"],
                               weight["confidence_head.proj.bias"])[..., 0].to(head_dtype)
@@ -119,35 +121,13 @@ def block_loss(head: Head, blocks: Blocks, dtype: torch.dtype = torch.float32, n
     slot_weights = torch.exp(-slots / DECAY) * has_loss
     slot_weights = slot_weights / slot_weights.sum().clamp(min=1e-9)
     in_vocabulary = blocks.next_ids >= 0
-    cross_entropy = -(log_probs - used.counts.log()).gather(-1, used.next_index[..., None])[..., 0] * in_vocabulary
-    l1 = (log_probs.exp() - used.target_probs).abs().sum(-1)
+    cross_entropy = -(log_probs - used.counts.log()).gather(-1, next_index[..., None])[..., 0] * in_vocabulary
+    l1 = (log_probs.exp() - target_probs).abs().sum(-1)
     acceptance = (1 - l1.detach() / 2) * in_vocabulary
     confidence_loss = F.binary_cross_entropy_with_logits(confidence, acceptance, reduction="none")
     loss = (slot_weights * (CE * cross_entropy + L1 * l1 + CONFIDENCE * confidence_loss)).sum()
-    agrees = (logits.argmax(-1) == used.greedy_index) & (blocks.greedy_ids >= 0) & blocks.has_loss
+    agrees = (logits.argmax(-1) == greedy_index) & (blocks.greedy_ids >= 0) & blocks.has_loss
     return LossResult(loss, tuple((agrees.sum(0) / blocks.has_loss.sum(0).clamp(min=1)).tolist()))
-
-
-@dataclass(frozen=True, slots=True)
-class LossTokens:
-    """The draft tokens that the loss is computed from."""
-
-    tokens: torch.Tensor | None  # int64 [C] draft ids; None: all of them
-    counts: torch.Tensor  # [C] how many tokens each one represents
-    target_probs: torch.Tensor  # [A, S, C] the target's probabilities, multiplied by ``counts``
-    next_index: torch.Tensor  # int64 [A, S] the index in C of the token that followed
-    greedy_index: torch.Tensor  # int64 [A, S] the index in C of the target's likeliest token
-
-
-def _loss_tokens(blocks: Blocks, target_probs: torch.Tensor, num_sampled: int) -> LossTokens:
-    """The tokens to compute the loss from. target_probs: the target's probabilities [A, S, V']."""
-    next_ids, greedy_ids = blocks.next_ids.clamp(min=0), blocks.greedy_ids.clamp(min=0)
-    if not num_sampled:
-        return LossTokens(None, target_probs.new_ones(target_probs.shape[-1]), target_probs, next_ids, greedy_ids)
-    sample = sample_tokens(target_probs.flatten(0, 1), torch.cat((next_ids, greedy_ids)).flatten(), num_sampled)
-    next_index, greedy_index = sample.greedy_index.view(2, *next_ids.shape)
-    return LossTokens(sample.tokens, sample.counts, target_probs[..., sample.tokens] * sample.counts, next_index,
-                      greedy_index)
 
 
 def states_of(head: Head, blocks: Blocks) -> torch.Tensor:

@@ -62,38 +62,31 @@ class DistillationLoss(torch.autograd.Function):
         weight, teacher = lm_head.to(dtype), inputs.teacher.to(dtype)
         losses = torch.zeros(steps, count, dtype=lm_head.dtype, device=states.device)
         agrees = torch.zeros(steps, count, dtype=torch.bool, device=states.device)
-        needs_grad = ctx.needs_input_grad[0]
-        states_grad = torch.zeros_like(states) if needs_grad else None
-        weight_grad = torch.zeros_like(lm_head) if needs_grad else None
+        states_grad, weight_grad = torch.zeros_like(states), torch.zeros_like(lm_head)
         chunk = max(1, CHUNK_ROWS // steps // ROW_MULTIPLE) * ROW_MULTIPLE
         for first in range(0, count, chunk):
             rows = slice(first, first + chunk)
             x = states[:, rows].to(dtype)
             target_probs = F.linear(inputs.final_states[rows].to(dtype), teacher).to(lm_head.dtype).softmax(-1)
-            greedy, used, counts = inputs.greedy_ids[rows], weight, None
-            if needs_grad and inputs.num_sampled:
-                sample = sample_tokens(target_probs, greedy, inputs.num_sampled)
-                greedy, used, counts = sample.greedy_index, weight[sample.tokens], sample.counts.log()
-                target_probs = target_probs[:, sample.tokens] * sample.counts
-            logits = F.linear(x, used).to(lm_head.dtype)  # [K, m, V'] or [K, m, C]
-            agrees[:, rows] = logits.gather(-1, greedy.expand(steps, -1)[..., None])[..., 0] >= logits.amax(-1)
-            log_probs = torch.log_softmax(logits if counts is None else logits + counts, -1)
-            cross_entropy = -torch.einsum("kmv,mv->km", log_probs if counts is None else log_probs - counts,
-                                          target_probs)
+            used = used_tokens(target_probs, inputs.greedy_ids[rows], inputs.num_sampled)
+            used_weight, log_counts = weight[used.tokens], used.counts.log()
+            target_probs = target_probs[:, used.tokens] * used.counts
+            logits = F.linear(x, used_weight).to(lm_head.dtype)  # [K, m, C]
+            greedy_logits = logits.gather(-1, used.greedy_index.expand(steps, -1)[..., None])[..., 0]
+            agrees[:, rows] = greedy_logits >= logits.amax(-1)
+            log_probs = (logits + log_counts).log_softmax(-1)
+            cross_entropy = -torch.einsum("kmv,mv->km", log_probs - log_counts, target_probs)
             probs = log_probs.exp_()
             overlap = torch.minimum(probs, target_probs).sum(-1)
             ce_weight = torch.exp(-CE_DECAY * overlap)  # has no gradient
             losses[:, rows] = ce_weight * cross_entropy + (1 - ce_weight) * (1 - overlap)
-            if states_grad is None or weight_grad is None:
+            if not ctx.needs_input_grad[0]:
                 continue
             logits_grad = _logits_grad(probs, target_probs, ce_weight[..., None])
             logits_grad = logits_grad.mul_(inputs.weights[:, rows, None]).to(dtype)
-            states_grad[:, rows] = (logits_grad @ used).to(states.dtype)
+            states_grad[:, rows] = (logits_grad @ used_weight).to(states.dtype)
             used_grad = logits_grad.flatten(0, 1).T @ x.flatten(0, 1)
-            if counts is None:
-                weight_grad += used_grad
-            else:
-                weight_grad.index_add_(0, sample.tokens, used_grad.to(weight_grad.dtype))
+            weight_grad.index_add_(0, used.tokens, used_grad.to(weight_grad.dtype))
         ctx.save_for_backward(states_grad, weight_grad)
         ctx.mark_non_differentiable(agrees)
         return (losses * inputs.weights).sum(), agrees
@@ -105,8 +98,8 @@ class DistillationLoss(torch.autograd.Function):
 
 
 def _logits_grad(probs: torch.Tensor, target_probs: torch.Tensor, ce_weight: torch.Tensor) -> torch.Tensor:
-    """The gradient of the rows' losses by the logits, [K, m, V']. probs: the head's probabilities [K, m, V'];
-    target_probs: the target's [m, V']; ce_weight: the weight of cross-entropy [K, m, 1]."""
+    """The gradient of the rows' losses by the logits, [K, m, C]. probs: the head's probabilities [K, m, C];
+    target_probs: the target's [m, C]; ce_weight: the weight of cross-entropy [K, m, 1]."""
     below = (probs < target_probs).to(probs.dtype)
     mass_below = (probs * below).sum(-1, keepdim=True)
     target_mass = target_probs.sum(-1, keepdim=True)
@@ -114,17 +107,20 @@ def _logits_grad(probs: torch.Tensor, target_probs: torch.Tensor, ce_weight: tor
 
 
 @dataclass(frozen=True, slots=True)
-class SampledTokens:
-    """The tokens that a chunk uses (rule 3)."""
+class UsedTokens:
+    """The tokens that the loss of some rows uses (rule 3)."""
 
     tokens: torch.Tensor  # int64 [C] draft ids
     counts: torch.Tensor  # [C] how many tokens each one represents
     greedy_index: torch.Tensor  # int64 [m] the indices of the rows' likeliest tokens in ``tokens``
 
 
-def sample_tokens(target_probs: torch.Tensor, greedy_ids: torch.Tensor, num_sampled: int) -> SampledTokens:
+def used_tokens(target_probs: torch.Tensor, greedy_ids: torch.Tensor, num_sampled: int) -> UsedTokens:
     """The tokens of rule 3. target_probs: the target's probabilities [m, V']; greedy_ids: int64 [m], the rows'
-    likeliest, which are always used; num_sampled: size of the sample, at least."""
+    likeliest, which are always used; num_sampled: size of the sample, at least; 0: all tokens are used."""
+    if not num_sampled:
+        every = torch.arange(target_probs.shape[-1], device=target_probs.device)
+        return UsedTokens(every, target_probs.new_ones(len(every)), greedy_ids)
     is_certain = target_probs.amax(0) >= CERTAIN_PROBABILITY
     is_certain[:NUM_COMMON] = True
     is_certain[greedy_ids] = True
@@ -133,4 +129,4 @@ def sample_tokens(target_probs: torch.Tensor, greedy_ids: torch.Tensor, num_samp
     sample = others[torch.randperm(len(others), device=target_probs.device)[:num_sampled]]
     counts = target_probs.new_ones(len(certain) + len(sample))
     counts[len(certain):] = len(others) / max(1, len(sample))
-    return SampledTokens(torch.cat((certain, sample)), counts, torch.searchsorted(certain, greedy_ids))
+    return UsedTokens(torch.cat((certain, sample)), counts, torch.searchsorted(certain, greedy_ids))
