@@ -59,6 +59,12 @@ class Series(Generic[M]):
             self.of(*labels)
         return self
 
+    def inc(self: Series[Counter], *values: str) -> None:
+        self.of(*values).inc()
+
+    def observe(self: Series[Histogram], amount: float, *values: str) -> None:
+        self.of(*values).observe(amount)
+
     def drop(self, *values: str) -> None:
         if self.children.pop(values, None) is not None:
             self.metric.remove(*self.fixed_labels, *values)
@@ -210,6 +216,7 @@ ENDINGS = ("stop", "length", "cancelled", "refused", "handed_back", "failed")
 OUTCOMES = ("used", "prompt_lookup", "plain", "draft_missing", "discarded_late")
 POSITIONS = tuple(str(depth) for depth in range(1, 5))
 REFUSALS = ("queue", "late", "tokens", "target")
+CROWDED = ("full", "address", "requests")  # requests: one is refused; else a connection is closed for others
 MAX_TENANTS = 200  # tenants with series of their own
 OTHERS = "others"  # the label of all further tenants
 
@@ -259,14 +266,14 @@ class RouterMetrics:
         self._refused = registry.counter("requests_refused_total", "Requests refused with 429.", "tenant",
                                          "reason").declare(*((OTHERS, reason) for reason in REFUSALS))
         self._tenants = set[str]()
-        self._errors = registry.counter("request_errors_total", "Requests that failed, by error type.",
-                                        "type").declare(*zip(FAILURES))
+        self.failed = registry.counter("request_errors_total", "Requests that failed, by error type.",
+                                       "type").declare(*zip(FAILURES)).inc
         self._in_flight = registry.gauge("requests_in_flight", "Answers that were admitted and have not ended.")
         self._queue = registry.gauge("queue_depth", "Answers that wait for admission.")
-        self._duration = registry.histogram("request_duration_seconds", "From the arrival to the end of requests that "
-                                            "succeeded.", REQUEST_SECONDS, "mode")
-        self._first = registry.histogram("time_to_first_token_seconds", "From a request's arrival to its first token.",
-                                         FIRST_TOKEN_SECONDS, "mode")
+        self.finished = registry.histogram("request_duration_seconds", "From the arrival to the end of requests that "
+                                           "succeeded.", REQUEST_SECONDS, "mode").observe
+        self.first_token = registry.histogram("time_to_first_token_seconds", "From a request's arrival to its first "
+                                              "token.", FIRST_TOKEN_SECONDS, "mode").observe
         self._between = registry.histogram("inter_token_latency_seconds", "Time between two commits of an answer, "
                                            "divided by the tokens of the second.", TOKEN_SECONDS, "mode")
         self._queue_wait = registry.histogram("queue_wait_seconds", "From a request's arrival to its admission.",
@@ -275,9 +282,9 @@ class RouterMetrics:
         self._generated = registry.counter("generation_tokens_total", "Tokens of answers.", "mode")
         self._acceptance = registry.histogram("request_acceptance_ratio", "Share of an answer's verified draft tokens "
                                               "that were accepted.", RATIOS)
-        self._fallbacks = registry.counter("fallback_requests_total", "Answers that began without drafts, because the "
-                                           "router had stopped speculation.",
-                                           "reason").declare(*zip(FALLBACK_REASONS))
+        self.fell_back = registry.counter("fallback_requests_total", "Answers that began without drafts, because the "
+                                          "router had stopped speculation.",
+                                          "reason").declare(*zip(FALLBACK_REASONS)).inc
         self._retries = registry.counter("retries_total", "Requests moved away from this target.", "peer")
         self.retry_refused = registry.counter("retry_budget_exhausted_total",
                                               "Retries refused: the retry budget was used up.").of().inc
@@ -288,19 +295,14 @@ class RouterMetrics:
                                       "sampled ten times a second.", LAG_SECONDS).of().observe
         self._connections = registry.gauge("http_connections", "HTTP connections: at_work (a whole request is being "
                                            "answered) or idle.", "state")
-        self._crowded = registry.counter("http_connections_refused_total", "Connections closed, or requests refused, "
-                                         "for lack of room.", "reason").declare(("full",), ("address",), ("requests",))
+        self.connection_refused = registry.counter(
+            "http_connections_refused_total", "Connections closed, or requests refused, for lack of room.",
+            "reason").declare(*zip(CROWDED)).inc
         self.load(0, 0)
 
     def request(self, endpoint: str, code: int, mode: str) -> None:
         """Count an ended request. ``mode``: speculative or plain, as it began; none if it got no token."""
         self._requests.of(endpoint, str(code), mode).inc()
-
-    def finished(self, seconds: float, mode: str) -> None:
-        self._duration.of(mode).observe(seconds)
-
-    def failed(self, kind: str) -> None:
-        self._errors.of(kind).inc()
 
     def refused(self, tenant: str, reason: str) -> None:
         """Count a refused request. ``tenant``: a name that the operator chose, never a key. ``reason``: queue (it would
@@ -318,9 +320,6 @@ class RouterMetrics:
         self._queue_wait.of().observe(waited_s)
         self._prompt.of().inc(prompt_tokens)
 
-    def first_token(self, seconds: float, mode: str) -> None:
-        self._first.of(mode).observe(seconds)
-
     def commit(self, seconds: float, tokens: int, mode: str) -> None:
         """A commit of ``tokens`` tokens came ``seconds`` after the commit before it."""
         self._between.of(mode).observe(seconds / max(tokens, 1))
@@ -329,9 +328,6 @@ class RouterMetrics:
         self._generated.of(mode).inc(tokens)
         if drafted:
             self._acceptance.of().observe(accepted / drafted)
-
-    def fell_back(self, reason: str) -> None:
-        self._fallbacks.of(reason).inc()
 
     def retried(self, peer: str) -> None:
         self._retries.of(peer).inc()
@@ -346,10 +342,6 @@ class RouterMetrics:
         """Set the functions that give the numbers of connections whenever metrics are read."""
         self._connections.of("idle").set_function(idle)
         self._connections.of("at_work").set_function(at_work)
-
-    def connection_refused(self, reason: str) -> None:
-        """``reason``: full, address, bodies (a connection is closed for others) or requests (a request is refused)."""
-        self._crowded.of(reason).inc()
 
     def target_known(self, peer: str) -> None:
         """Create the series of a target, even if it never answers."""
@@ -392,7 +384,7 @@ class TargetMetrics:
         self._session_counts: tuple[int, int] | None = None  # running, waiting
         registry.settle = self._settle
         self.mode = ModeMetrics(registry, "session")
-        self._answers = registry.counter("answers_total", "Answers ended.", "outcome").declare(*zip(ENDINGS))
+        self.request = registry.counter("answers_total", "Answers ended.", "outcome").declare(*zip(ENDINGS)).inc
         self._prompt = registry.counter("answer_prompt_tokens_total", "Prompt tokens of admitted answers.")
         self._cached = registry.counter("prefix_cache_hit_tokens_total", "Prompt tokens found in the prefix cache.")
         self._step = registry.histogram("step_seconds", "Time of a step, by phase.", STEP_SECONDS, "phase")
@@ -411,8 +403,8 @@ class TargetMetrics:
         self._sessions = registry.gauge("sessions", "Sessions by state.", "state")
         self.preempted = registry.counter("preemptions_total", "Sessions that lost their KV slots to others.").of().inc
         self._wire = registry.counter("wire_bytes_total", "Bytes between targets and drafts.", "direction")
-        self._lost = registry.counter("drafter_lost_total", "Streams to drafts that ended.", "reason").declare(
-            ("stopped",), ("closed",), ("unavailable",), ("overflow",))
+        self.drafter_lost = registry.counter("drafter_lost_total", "Streams to drafts that ended.", "reason").declare(
+            ("stopped",), ("closed",), ("unavailable",), ("overflow",)).inc
         self.invalid_growth = registry.counter("invalid_growths_total", "Invalid growths, which were refused.").of().inc
         self.stale_growth = registry.counter("stale_growths_total", "Growths that came too late to be used.").of().inc
         self.drafts_connected = registry.gauge("drafts_connected", "Draft streams that are up.").of().set
@@ -431,10 +423,6 @@ class TargetMetrics:
     def engine_samples(self) -> Counts:
         """The samples of ``ENGINE_FAMILIES``; see ``Registry.samples``."""
         return self.registry.samples(ENGINE_FAMILIES)
-
-    def request(self, outcome: str) -> None:
-        """``outcome``: one of ENDINGS."""
-        self._answers.of(outcome).inc()
 
     def prompt(self, tokens: int, cached: int) -> None:
         self._prompt.of().inc(tokens)
@@ -501,9 +489,6 @@ class TargetMetrics:
 
     def wire_bytes(self, direction: str, count: int) -> None:
         self._wire.of(direction).inc(count)
-
-    def drafter_lost(self, reason: str) -> None:
-        self._lost.of(reason).inc()
 
     def draft_forgotten(self, peer: str) -> None:
         self._suspect.drop(peer)
