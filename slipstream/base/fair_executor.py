@@ -36,7 +36,6 @@ class Job:
     work: Callable[[], Any]
     future: asyncio.Future[Any]
     size: int
-    waiting: bool = True
 
 
 class FairExecutor:
@@ -101,10 +100,9 @@ class FairExecutor:
 
     def _remove(self, job: Job) -> None:
         """Remove ``job`` from the waiting ones, if it is there."""
-        if not job.waiting:
+        jobs = self._waiting.get(job.owner, deque())
+        if job not in jobs:
             return
-        job.waiting = False
-        jobs = self._waiting[job.owner]
         jobs.remove(job)
         self._sizes[job.owner] -= job.size
         if not jobs:
