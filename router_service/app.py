@@ -64,7 +64,7 @@ from router_service.gateway import Gateway, Run
 from router_service.tenants import ANYONE, ApiKeys, Tenant
 from router_service.text.deltas import CollectedAnswer, TextDelta
 from slipstream import __version__
-from slipstream.base.errors import InvalidRequest, SlipstreamError, TooLarge
+from slipstream.base.errors import InvalidRequest, TooLarge
 from slipstream.observe.log import logger
 from slipstream.observe.spans import HEADER
 from slipstream.protocol.chat import BODY_TIMEOUT_S, MAX_BODY_BYTES
@@ -72,8 +72,6 @@ from slipstream.protocol.chat import BODY_TIMEOUT_S, MAX_BODY_BYTES
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 ENDPOINTS = {CHAT: "chat", COMPLETIONS: "completions", MESSAGES: "chat", RESPONSES: "chat"}
-POSTED = (*ENDPOINTS, f"{MESSAGES}/count_tokens", "/tokenize", "/detokenize")
-PAGES = (*POSTED, "/v1/models", "/health", "/ready", "/live", "/ping", "/load", "/version", "/openapi.json")
 MODEL = "/v1/models/"  # and the name of one
 NO_SUCH_PAGE = (f"no such page; here are POST {CHAT}, {COMPLETIONS}, {RESPONSES} and {MESSAGES}, GET /v1/models and "
                 "/health")
@@ -89,7 +87,6 @@ REQUEST_ID = "slipstream.request_id"  # in the scope, for whoever logs
 TENANT = "slipstream.tenant"  # in the scope
 
 Result = TypeVar("Result")
-Handler = Callable[[Request], Awaitable[Response]]
 MetricsPage = Callable[[str], tuple[str, bytes]]  # a scraper's accept header -> content type, page
 EventReply = messages.MessagesReply | responses.ResponsesReply
 
@@ -108,36 +105,29 @@ class Surface:
         self._started_at = int(time.time())
         self._log = logger("http")
         self._logged_names: set[str] = set()
-        self._posts: dict[str, Handler] = {
-            CHAT: self.chat, COMPLETIONS: self.complete, MESSAGES: self.messages, RESPONSES: self.responses,
-            f"{MESSAGES}/count_tokens": self.count_tokens, "/tokenize": self.tokenize, "/detokenize": self.detokenize}
-        self._gets: dict[str, Handler] = {
-            "/v1/models": self.models, MODEL: self.model, "/load": self.load, "/live": self.live,
-            "/health": self.health, "/ready": self.health, "/ping": self.health, "/version": self.version,
-            "/": self.health, "/openapi.json": self.openapi}
-        if metrics_page is not None:
-            self._gets["/metrics"] = self.metrics
+        self._gets = GETS if metrics_page is None else {**GETS, "/metrics": Surface.metrics}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path, request = scope["path"], Request(scope, receive)
         try:
-            response = await self._page(scope["method"], path)(request)
-        except SlipstreamError as error:
-            response = self._refused(request, error)
+            response = await self._page(scope["method"], path)(self, request)
         except ClientDisconnect:
             response = Response(status_code=499)
-        except Exception as error:  # the gate answers it
+        except Exception as error:
             if path in ENDPOINTS:
                 self._gateway.failed(ENDPOINTS[path], error)
-            raise
+            problem = problem_of(error)
+            if problem.status == 500:  # the gate logs and answers it
+                raise
+            response = problem_response(problem, path)
         await response(scope, receive, send)
 
     def _page(self, method: str, path: str) -> Handler:
-        pages = self._posts if method == "POST" else self._gets if method in ("GET", "HEAD") else {}
+        pages = POSTS if method == "POST" else self._gets if method in ("GET", "HEAD") else {}
         path = MODEL if path.startswith(MODEL) else path
         if (page := pages.get(path)) is not None:
             return page
-        return self.wrong_method if path in self._posts or path in self._gets else self.no_page
+        return Surface.wrong_method if path in POSTS or path in self._gets else Surface.no_page
 
     async def chat(self, request: Request) -> Response:
         return await self._answer(request, ChatReply, *await self._read(request, ChatBody, self._gateway.plan_chat))
@@ -208,7 +198,7 @@ class Surface:
         return json_response({"version": __version__})
 
     async def openapi(self, _: Request) -> Response:
-        document = openapi_document(self._posts, self._gets.keys() - {"/openapi.json"})
+        document = openapi_document(POSTS, self._gets.keys() - {"/openapi.json"})
         return Response(json.dumps(document), media_type="application/json")  # bounds are longer than orjson's numbers
 
     async def metrics(self, request: Request) -> Response:
@@ -227,16 +217,6 @@ class Surface:
         response = problem_response(http_problem(405, WRONG_METHOD), path)
         response.headers["allow"] = _methods(path)["allow"]
         return response
-
-    def _refused(self, request: Request, error: SlipstreamError) -> Response:
-        path = request.scope["path"]
-        if path in ENDPOINTS:
-            self._gateway.failed(ENDPOINTS[path], error)
-        problem = problem_of(error)
-        if problem.status == 500:
-            self._log.error("request failed", request_id=request.scope[REQUEST_ID], error=type(error).__name__,
-                            at=_stack(error))
-        return problem_response(problem, path)
 
     async def _read(self, request: Request, kind: type[Body],
                     make_plan: Callable[[Body], Plan]) -> tuple[Plan, Generation, UnknownFields]:
@@ -411,6 +391,17 @@ class Surface:
                 "max_model_len": self._gateway.info.max_context, "slipstream": {"lossy": self._gateway.info.lossy}}
 
 
+Handler = Callable[[Surface, Request], Awaitable[Response]]
+POSTS: Mapping[str, Handler] = {
+    CHAT: Surface.chat, COMPLETIONS: Surface.complete, MESSAGES: Surface.messages, RESPONSES: Surface.responses,
+    f"{MESSAGES}/count_tokens": Surface.count_tokens, "/tokenize": Surface.tokenize,
+    "/detokenize": Surface.detokenize}
+GETS: Mapping[str, Handler] = {
+    "/v1/models": Surface.models, MODEL: Surface.model, "/load": Surface.load, "/live": Surface.live,
+    "/health": Surface.health, "/ready": Surface.health, "/ping": Surface.health, "/version": Surface.version,
+    "/": Surface.health, "/openapi.json": Surface.openapi}
+
+
 async def _while_connected(request: Request, work: Callable[[Tenant], Awaitable[Result]]) -> Result:
     """The result of ``work`` for the request's tenant, cancelled if the client leaves."""
     client = Presence(connection_of(request.scope))
@@ -438,8 +429,9 @@ async def _consume(run: Run, client: Presence, take: Callable[[int, TextDelta], 
 
 def _closest_page(path: str) -> str:
     """The page that ``path`` is the beginning of, or nearly is; "" for none."""
-    longer = (page for page in PAGES if len(path) > 3 and f"{page}/".startswith(f"{path.rstrip('/')}/"))
-    return next(longer, "") or next(iter(difflib.get_close_matches(path, PAGES, n=1, cutoff=0.7)), "")
+    pages = (*POSTS, *GETS)
+    longer = (page for page in pages if len(path) > 3 and f"{page}/".startswith(f"{path.rstrip('/')}/"))
+    return next(longer, "") or next(iter(difflib.get_close_matches(path, pages, n=1, cutoff=0.7)), "")
 
 
 def json_response(content: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -539,7 +531,7 @@ class Gate:
 
 
 def _methods(path: str) -> dict[str, str]:
-    methods = "POST, OPTIONS" if path in POSTED else "GET, HEAD, OPTIONS"
+    methods = "POST, OPTIONS" if path in POSTS else "GET, HEAD, OPTIONS"
     return {"allow": methods, "access-control-allow-methods": methods, "access-control-max-age": "600"}
 
 

@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from router_service.admission import MAX_WAITING_PER_PLACE
-from router_service.app import PAGES, create_app
+from router_service.app import GETS, MODEL, POSTS, create_app
 from router_service.dialects.chat import ChatBody, ChatReply
 from router_service.dialects.completions import CompletionBody
 from router_service.dialects.messages import MessagesReply
@@ -264,7 +264,7 @@ async def test_every_route_needs_a_key(tiny_folder: Path, tmp_path: Path) -> Non
     async with routing(tiny_folder, EchoTarget(), api_keys_file=str(keys)) as r:
         schema = (await r.http.get("/openapi.json", headers={"authorization": "Bearer first-key"})).json()
         paths = [path.replace("{model_id}", "tiny") for path in schema["paths"]]
-        assert {*PAGES, "/v1/models/tiny", "/"} - {"/openapi.json"} == set(paths)
+        assert {*POSTS, *GETS, "/v1/models/tiny"} - {MODEL, "/openapi.json"} == set(paths)
         for path in [*paths, "/openapi.json", "/nothing", "//live", "/live/", "/health/../v1/models"]:
             for method, shown in (("GET", ""), ("POST", ""), ("GET", "Bearer wrong"), ("POST", "Basic first-key")):
                 response = await r.http.request(method, r.base + path, headers={"authorization": shown})
