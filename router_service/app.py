@@ -267,12 +267,8 @@ class Surface:
 
     async def _start(self, request: Request, plan: Plan) -> tuple[Presence, Run]:
         client = Presence(connection_of(request.scope))
-        try:
-            with client:
-                return client, await self._gateway.start(plan, request.scope[TENANT], request.headers.get(HEADER, ""))
-        except BaseException:
-            client.close()
-            raise
+        with client:
+            return client, await self._gateway.start(plan, request.scope[TENANT], request.headers.get(HEADER, ""))
 
     async def _answer_translated(self, request: Request, chat_of: Callable[[dict[str, Any]], dict[str, Any]],
                           names: Mapping[str, str], reply_type: Callable[[AnswerHead], EventReply],
@@ -404,12 +400,8 @@ GETS: Mapping[str, Handler] = {
 
 async def _while_connected(request: Request, work: Callable[[Tenant], Awaitable[Result]]) -> Result:
     """The result of ``work`` for the request's tenant, cancelled if the client leaves."""
-    client = Presence(connection_of(request.scope))
-    try:
-        with client:
-            return await work(request.scope[TENANT])
-    finally:
-        client.close()
+    with Presence(connection_of(request.scope)):
+        return await work(request.scope[TENANT])
 
 
 async def _consume(run: Run, client: Presence, take: Callable[[int, TextDelta], object]) -> None:
@@ -423,7 +415,6 @@ async def _consume(run: Run, client: Presence, take: Callable[[int, TextDelta], 
             run.fail()
         raise
     finally:
-        client.close()
         await run.aclose()
 
 

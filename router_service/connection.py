@@ -13,9 +13,9 @@ Rules:
 3. An ambiguous request is refused: it must have one host, at most one length, and no transfer coding but chunked.
 4. Trailers are dropped, because headers are checked before they come. A request to upgrade to another protocol is
    ignored and answered like any other.
-5. Events take the short path where their body is chunked (HTTP/1.1). ``Connection.write`` does not wait: the writer
-   must check ``flow`` and wait while it is paused. Writes to a connection that has ended are dropped; its watcher is
-   called at the end.
+5. Events of HTTP/1.1 are chunks; those of HTTP/1.0, which knows none, end with the connection. ``Connection.write``
+   does not wait: the writer must check ``flow`` and wait while it is paused. Writes to a connection that has ended are
+   dropped; its watcher is called at the end.
 6. When a client goes away, its work ends at once, also before its first byte. A client that reads nothing of its
    waiting output for ``STALL_S`` counts as gone, and its connection ends, also when all requests are answered.
 7. Connections and requests have separate limits. There may be more than twice as many connections as requests, half of
@@ -37,7 +37,7 @@ import resource
 import secrets
 import weakref
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Container, Iterator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Container, Mapping
 from http import HTTPStatus
 from typing import Any
 
@@ -65,7 +65,6 @@ LINGER_S = 2.0  # what a refused client still sends is read and dropped for so l
 LINE_BYTES = 4  # of a header's line beside its name and value
 FRAMING = frozenset({b"content-length", b"transfer-encoding"})
 STATE_KEY = "connection"  # of a connection, in the state of its scopes
-CHUNKED = b"transfer-encoding: chunked\r\n\r\n"  # how uvicorn ends the head of a body in chunks
 DONE = b"data: [DONE]\n\n"
 COMMENT = b":\n"  # a line that says nothing: no end of an event, which some clients take for an event without data
 LINE_ENDS = tuple((end.encode(), b"\\u%04x" % ord(end)) for end in "\x85\u2028\u2029")  # JSON writes others so anyway
@@ -188,16 +187,17 @@ class Connection(HttpToolsProtocol):
         """The tenant of its request."""
         self._limits.set_tenant(self, tenant_id)
 
-    def watch(self, watcher: Callable[[], None] | None) -> None:
-        """Call ``watcher`` when the connection has ended, at once if it has already. None: call nobody any more."""
-        self._watcher = watcher
-        if self._lost and watcher is not None:
+    def watch(self, watcher: Callable[[], None]) -> None:
+        """Call ``watcher``, instead of the one before it, when the connection has ended; at once if it has already."""
+        if self._lost:
             watcher()
+        else:
+            self._watcher = watcher
 
     def write(self, data: bytes) -> None:
-        """Send ``data``, which is not empty, as one chunk of the running body. The writer looks at ``flow``."""
+        """Send a part of the running body. The writer looks at ``flow``."""
         if not self.transport.is_closing():
-            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+            self.transport.write(data)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -213,6 +213,7 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
         if self._watcher is not None:
             self._watcher()
+            self._watcher = None  # it may refer to this connection
 
     def evict(self) -> None:
         """Close the connection at once to make room; a client in the middle of a request gets an error answer."""
@@ -285,7 +286,6 @@ class Connection(HttpToolsProtocol):
             self._limits.clients.mark_idle(self)  # idle from now on: it has just sent something
         if version == "1.0":
             self.cycle.waiting_for_100_continue = False
-            self.cycle.transport = UnchunkedTransport(self.transport)  # type: ignore[assignment]
 
     def on_body(self, body: bytes) -> None:
         self._idle_bytes = 0
@@ -426,39 +426,6 @@ def connection_of(scope: Scope) -> Connection | None:
     return None if found is None else found()
 
 
-class UnchunkedTransport:
-    """``transport`` for an answer to a client of HTTP/1.0, which knows no chunks: the body ends with the connection."""
-
-    def __init__(self, transport: asyncio.Transport) -> None:
-        self._transport = transport
-        self._head_written = False
-        self._chunked = False
-
-    def write(self, data: bytes) -> None:
-        """A whole head, later any number of whole chunks."""
-        if not self._head_written:
-            self._head_written, self._chunked = True, data.endswith(CHUNKED)
-            data = data.removesuffix(CHUNKED) + b"\r\n" if self._chunked else data
-        elif self._chunked:
-            data = b"".join(_chunk_bodies(data))
-        self._transport.write(data)
-
-    def is_closing(self) -> bool:
-        return self._transport.is_closing()
-
-    def close(self) -> None:
-        self._transport.close()
-
-
-def _chunk_bodies(chunks: bytes) -> Iterator[bytes]:
-    start = 0
-    while start < len(chunks):
-        body = chunks.index(b"\r\n", start) + 2
-        end = body + int(chunks[start:body], 16)
-        yield chunks[body:end]
-        start = end + 2
-
-
 def event(content: Mapping[str, Any], event_id: str = "") -> bytes:
     return framed(orjson.dumps(content), event_id)
 
@@ -478,7 +445,7 @@ def _escape_line_ends(events: bytes) -> bytes:
 
 class Presence(Limit):
     """The client of one request: ``with presence: await …`` raises ClientDisconnect when the client goes away. Create
-    it after the body has been read, and ``close`` it."""
+    it after the body has been read."""
 
     __slots__ = ("connection",)
 
@@ -488,14 +455,9 @@ class Presence(Limit):
         if connection is not None:
             connection.watch(self.fire)
 
-    def close(self) -> None:
-        if self.connection is not None:
-            self.connection.watch(None)
-
 
 class EventStream(Response):
-    """Sends ``events`` until they end or ``client`` goes away, and closes ``client``; ``close`` is awaited in any
-    case."""
+    """Sends ``events`` until they end or ``client`` goes away; ``close`` is awaited in any case."""
 
     def __init__(self, events: AsyncGenerator[bytes, None], client: Presence, close: Callable[[], Awaitable[None]],
                  headers: Mapping[str, str], stall_s: float = STALL_S) -> None:
@@ -511,19 +473,21 @@ class EventStream(Response):
         connection = self._client.connection
         try:
             with self._client:
-                await self._send_events(connection if scope["http_version"] == "1.1" else None, send)
+                await self._send_events(connection, scope, send)
         except ClientDisconnect:
             return
         except TimeoutError:
             if connection is not None:  # closed, it would wait for the client to read
                 connection.transport.abort()
         finally:
-            self._client.close()
             await self._events.aclose()
             await self._close()
 
-    async def _send_events(self, connection: Connection | None, send: Send) -> None:
+    async def _send_events(self, connection: Connection | None, scope: Scope, send: Send) -> None:
         """``connection``: to write to directly; None: through ``send``."""
+        in_chunks = scope["http_version"] == "1.1"
+        if connection is not None and not in_chunks:  # the body ends with the connection
+            scope["method"] = "HEAD"  # so uvicorn writes nothing of a body, neither a header of chunks nor their end
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async for events in self._events:
             chunk = _escape_line_ends(events)
@@ -531,7 +495,7 @@ class EventStream(Response):
                 async with asyncio.timeout(self._stall_s):
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
                 continue
-            connection.write(chunk)
+            connection.write(b"%x\r\n%b\r\n" % (len(chunk), chunk) if in_chunks else chunk)
             if connection.flow.write_paused:
                 async with asyncio.timeout(self._stall_s):
                     await connection.flow.drain()

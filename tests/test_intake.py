@@ -112,7 +112,9 @@ class App:
         await self.go.wait()
         seen = [value.decode() for name, value in scope["headers"] if name == b"x-seen"]
         told = " ".join([scope["method"], scope["path"], scope["http_version"], repr(body), *seen]).encode()
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"x-told", told)]})
+        # As the router's own answers to HTTP/1.0 are: with a length, but for event streams.
+        length = [(b"content-length", b"%d" % len(told))] if scope["http_version"] == "1.0" else []
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"x-told", told), *length]})
         await send({"type": "http.response.body", "body": told, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
