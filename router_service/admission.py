@@ -131,10 +131,6 @@ class Account:
         """Answers that it may have besides those that run."""
         return self.tenant.requests - self.in_flight if self.tenant.requests else math.inf
 
-    @property
-    def idle(self) -> bool:
-        return not (self.in_flight or self.queued or self.tenant.tokens_per_minute)
-
     def set_limits(self, tenant: Tenant, now_s: float) -> None:
         """Take over the tenant's present limits. A new token limit begins with all of its tokens."""
         if not self.tenant.tokens_per_minute:
@@ -181,7 +177,7 @@ class Admission:
         self._num_admitted = 0
         self._max_in_flight = max_in_flight
         self._max_wait_s = max_wait_s
-        self._accounts: dict[str, Account] = {}
+        self._accounts: dict[str, Account] = {}  # of all tenants that have asked: the file of keys bounds them
         self._waiting: dict[str, Account] = {}  # accounts with waiters
         self._arrivals = itertools.count()
         self._held_s = self._num_held = 0.0  # by answers that left, and how many they were; older ones decay
@@ -211,16 +207,13 @@ class Admission:
             num_answers = max(1, limit // 2)
         account = self._accounts.setdefault(tenant.id, Account(tenant, self._clock()))
         account.set_limits(tenant, self._clock())
-        try:
-            if (wait_s := account.wait_for_tokens_s(self._clock())) > 0:
-                raise self._refusal(account, "tokens", wait_s)
-            wait_s = self.wait_s(account, num_answers)
-            if wait_s > self._max_wait_s or (wait_s > 0 and not self._may_wait(account, num_answers)):
-                raise self._refusal(account, "queue", wait_s)
-            waiter = Waiter(next(self._arrivals), num_answers)
-            await self._wait(account, waiter)
-        finally:
-            self._forget_idle(account)
+        if (wait_s := account.wait_for_tokens_s(self._clock())) > 0:
+            raise self._refusal(account, "tokens", wait_s)
+        wait_s = self.wait_s(account, num_answers)
+        if wait_s > self._max_wait_s or (wait_s > 0 and not self._may_wait(account, num_answers)):
+            raise self._refusal(account, "queue", wait_s)
+        waiter = Waiter(next(self._arrivals), num_answers)
+        await self._wait(account, waiter)
         return Place(account, waiter.num_answers, self._clock())
 
     def leave(self, place: Place) -> None:
@@ -230,7 +223,6 @@ class Admission:
         self._num_held = HOLD_DECAY * self._num_held + place.num_answers
         self._free(place.account, place.num_answers)
         self._admit_waiters()
-        self._forget_idle(place.account)
 
     def overloaded(self, place: Place, error: CapacityError) -> CapacityError:
         """The error for an admitted request whose target had no room after all."""
@@ -365,10 +357,6 @@ class Admission:
         self.in_flight -= num_answers
         if self.in_flight == 0:
             self._idle.set()
-
-    def _forget_idle(self, account: Account) -> None:
-        if account.idle:
-            self._accounts.pop(account.tenant.id, None)
 
 
 def _draining() -> Draining:
