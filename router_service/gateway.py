@@ -22,7 +22,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
@@ -52,7 +52,6 @@ from slipstream.grammar.trial import Trials
 from slipstream.observe.metrics import RouterMetrics
 from slipstream.observe.spans import Span, Spans, well_formed
 from slipstream.protocol.chat import PartialAnswer, Usage
-from slipstream.protocol.identity import Identity
 from slipstream.protocol.requests import MAX_BAD_WORD_TOKENS, MAX_SCORES, NAMESPACE_SEPARATOR, Request, TargetInfo
 
 MAX_N = 128  # answers that one request may ask for to each of its prompts
@@ -79,7 +78,7 @@ class Gateway:
 
     @property
     def ready(self) -> bool:
-        return self.balancer.ready and not self.leaving and not self.admission.closed
+        return self.balancer.ready and not self.leaving
 
     @property
     def model(self) -> str:
@@ -165,15 +164,14 @@ class Gateway:
             raise
         try:
             await run.begin()
-        except SlipstreamError as error:
+        except BaseException as error:
+            if isinstance(error, Exception):
+                run.fail()
             await run.aclose()
-            if not isinstance(error, DeadlineExceeded):  # no target took the request, so it costs nothing
-                run.place.account.spend(-run.job.num_prompt_tokens_charged)
+            if isinstance(error, SlipstreamError) and not isinstance(error, DeadlineExceeded):
+                run.place.account.spend(-run.job.num_prompt_tokens_charged)  # as no target took the request
             if isinstance(error, CapacityError):
                 raise self.admission.overloaded(run.place, error) from error
-            raise
-        except BaseException:
-            await run.aclose()
             raise
         return run
 
@@ -367,12 +365,6 @@ class Gateway:
         return replace(job, resumed_tokens=tokens, identity=self.balancer.identity(begun.identity))
 
 
-@lru_cache(maxsize=64)
-def _tag(identity: Identity) -> str:
-    """Computed once, not for each answer."""
-    return identity.tag
-
-
 def _packed(plan: Plan) -> Plan:
     """In little memory, as it may wait for long: one character beyond 16 bits makes all of its text four bytes wide,
     and JSON takes ten times as much as objects as it does as text."""
@@ -467,7 +459,7 @@ class Run:
     def identity(self) -> str:
         """The tag of the first answer's identity; "" where it is unknown."""
         identity = self.completions[0].identity()
-        return "" if identity is None else _tag(identity)
+        return "" if identity is None else identity.tag
 
     async def begin(self) -> None:
         """Wait for the first delta; call it once, before iterating."""
@@ -484,12 +476,9 @@ class Run:
         try:
             with self._limit:
                 latest = (0, await anext(self.completions[0])) if self._merged is None else await anext(self._merged)
-        except StopAsyncIteration:
-            raise
-        except Exception as error:
-            self.fail()
+        except InvalidRequest as error:
             grammar_field = self.job.options.grammar_field
-            if isinstance(error, InvalidRequest) and error.field == "grammar" and grammar_field:  # as a target calls it
+            if error.field == "grammar" and grammar_field:  # as a target calls it
                 raise InvalidRequest(grammar_field, error.message, error.code) from error
             raise
         if not self._committed_s:

@@ -322,6 +322,7 @@ async def test_drain_finishes_what_runs(tiny_folder: Path) -> None:
     async with routing(tiny_folder, target) as r:
         running = asyncio.ensure_future(r.post(CHAT, messages=HELLO))
         await eventually(lambda: len(target.running) == 1)
+        r.service.gateway.leave()
         r.service.gateway.drain()
         assert (await r.http.get("/health")).status_code == 503 and (await r.http.get("/live")).status_code == 200
         refused = await r.post(CHAT, messages=HELLO)
