@@ -79,11 +79,15 @@ class Target:
     ejections: int = 0
     ejected_until: float = 0.0
     probe: RoutedAnswer | None = None  # that tries it after it was ejected
-    problem: str = "not asked yet"
-    ready: bool = False  # it answers polls, fits and is not draining
+    problem: str = "not asked yet"  # why it gets no work; "" for none
     draining: bool = False
     unreachable: bool = False  # it answers no polls
     first_piece_limits: set[Limit] = field(default_factory=set)  # of answers that still wait for their first piece
+
+    @property
+    def ready(self) -> bool:
+        """It answers polls, fits and is not draining."""
+        return not self.problem and not self.draining
 
     @property
     def identity(self) -> Identity | None:
@@ -110,13 +114,8 @@ class Target:
 
     def poll_answered(self, info: TargetInfo, problem: str) -> None:
         """``problem``: why the target gets no work all the same; "" for none."""
-        self.info, self.problem = info, problem
-        self.draining, self.ready = info.draining, not problem and not info.draining
+        self.info, self.problem, self.draining = info, problem, info.draining
         self.missed_polls, self.in_flight_at_poll, self.unreachable = 0, self.in_flight, False
-
-    def poll_failed(self, problem: str) -> None:
-        self.missed_polls += 1
-        self.problem, self.ready = problem, False
 
     def set_unreachable(self) -> None:
         """The target answers nobody: end the waits for a first piece, so that these requests may be retried
@@ -293,7 +292,8 @@ class Balancer:
             async with asyncio.timeout(self.rules.poll_timeout_s):
                 info = await target.backend.info()
         except Exception as error:  # whatever a target does, the others are still polled
-            target.poll_failed(str(error) if isinstance(error, SlipstreamError) else "does not answer")
+            target.missed_polls += 1
+            target.problem = str(error) if isinstance(error, SlipstreamError) else "does not answer"
             if target.missed_polls >= self.rules.polls_until_unreachable or target.delisted:
                 target.set_unreachable()
         else:
@@ -490,15 +490,15 @@ class RoutedAnswer:
 
     async def __anext__(self) -> Piece:
         while not self._finished:
+            target = self._target or self._pick()
             try:
-                target = self._target or self._start()
-                piece = await (anext(self._pieces) if self._target_began and self._pieces
-                               else self._first_piece(target))
+                pieces = self._pieces or self._start(target)
+                piece = await (anext(pieces) if self._target_began else self._first_piece(target, pieces))
             except StopAsyncIteration:
-                await self._failed(Unavailable("the target ended the answer before its end"))
+                await self._failed(target, Unavailable("the target ended the answer before its end"))
                 continue
             except SlipstreamError as error:
-                await self._failed(error)
+                await self._failed(target, error)
                 continue
             if not self._target_began:
                 self._target_began = True
@@ -522,51 +522,45 @@ class RoutedAnswer:
         self._finished = True
         await self._leave()
 
-    def _start(self) -> Target:
+    def _pick(self) -> Target:
         remaining = self._remaining()
-        target = self._balancer.pick(remaining, self._tried | self._full)
-        self._target = target
+        self._target = target = self._balancer.pick(remaining, self._tried | self._full)
         self._balancer.count_sent(target, self)
         self._target_began = False
         self._sent = replace(remaining, identity=target.identity)
+        return target
+
+    def _start(self, target: Target) -> AsyncIterator[Piece]:
         self._answer = target.backend.submit(self._sent)
         if self._speculate != self._request.speculate:
             self._answer.set_speculation(self._speculate)
         self._pieces = aiter(self._answer)
-        return target
+        return self._pieces
 
     def _remaining(self) -> Request:
         """The request for what is still missing."""
         return replace(self._request.after(self._emitted), identity=self.identity)
 
-    async def _first_piece(self, target: Target) -> Piece:
+    async def _first_piece(self, target: Target, pieces: AsyncIterator[Piece]) -> Piece:
         """The first piece; Unavailable when the target stops answering polls before it (rule 4)."""
         limit = Limit(lambda: Unavailable(f"target {target.name} does not answer"))
         if target.unreachable:
             limit.fire()
         target.first_piece_limits.add(limit)
-        assert self._pieces is not None
         try:
             with limit:
-                return await anext(self._pieces)
+                return await anext(pieces)
         finally:
             target.first_piece_limits.discard(limit)
 
-    async def _failed(self, error: SlipstreamError) -> None:
-        """Leave the target; raises what the client is told unless the request may move on."""
-        target = self._target
-        if target is not None:
-            self._balancer.count_failure(target, error)  # before it leaves, so that no other becomes the probe
+    async def _failed(self, target: Target, error: SlipstreamError) -> None:
+        """Leave ``target``; raises what the client is told unless the request may move on."""
+        self._balancer.count_failure(target, error)  # before it leaves, so that no other becomes the probe
         await self._leave()
-        if target is not None:
-            remaining = self._remaining()
-            if await self._may_move(remaining, target, error):
-                self._balancer.count_move(target)
-                return
-            self._finished = True
+        remaining = self._remaining()
+        if not await self._may_move(remaining, target, error):
             raise self._balancer.client_error(remaining, self._tried, target, error) from error
-        self._finished = True
-        raise error
+        self._balancer.count_move(target)
 
     async def _may_move(self, remaining: Request, target: Target, error: SlipstreamError) -> bool:
         if isinstance(error, ModelChanged) and await self._balancer.identity_changed(target, self._sent.identity):
