@@ -390,17 +390,11 @@ class PoolFallback:
     def probing(self) -> bool:
         return self._decision.why == "a probe"
 
-    def admits(self) -> bool:
-        """Whether an answer that may speculate begins with drafts."""
-        if self.mode is Mode.SPECULATE or self._missing_probes() > 0:
-            return True
-        self._metrics.fell_back(self._reason)
-        return False
-
     def follow(self, answer: Answer, may_speculate: bool) -> Answer:
         """``answer``, observed and switched from its beginning on."""
         followed = FollowedAnswer(self, answer, may_speculate)
-        if may_speculate and not self.admits():
+        if may_speculate and self.mode is not Mode.SPECULATE and self._missing_probes() <= 0:
+            self._metrics.fell_back(self._reason)
             followed.set_speculation(False)
         self._followed.add(followed)
         return followed

@@ -38,7 +38,7 @@ from typing import Any, TypeVar
 import orjson
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from router_service.connection import COMMENT, DONE, EventStream, Presence, connection_of, event, framed
 from router_service.dialects import messages, responses
@@ -91,15 +91,11 @@ MetricsPage = Callable[[str], tuple[str, bytes]]  # a scraper's accept header ->
 EventReply = messages.MessagesReply | responses.ResponsesReply
 
 
-def create_app(gateway: Gateway, keys: ApiKeys | None, metrics_page: MetricsPage | None = None) -> ASGIApp:
-    """The ASGI application around ``gateway``. metrics_page: if it is served on this port, too."""
-    return Gate(Surface(gateway, metrics_page), keys, gateway)
-
-
 class Surface:
     """All pages. An unknown path or method gets an error that lists the known ones."""
 
     def __init__(self, gateway: Gateway, metrics_page: MetricsPage | None = None) -> None:
+        """metrics_page: if it is served on this port, too."""
         self._gateway = gateway
         self._metrics_page = metrics_page
         self._started_at = int(time.time())
@@ -223,7 +219,7 @@ class Surface:
         """The plan, and the fields of its body that are needed later: the whole may be large, and may wait."""
         raw, unknown = await self._json(request)
         body = parse(kind, raw, unknown)
-        later = Generation(stream=body.stream, stream_options=body.stream_options, seed=body.seed)
+        later = Generation(stream=body.stream, stream_options=body.stream_options)
         return make_plan(body), later, unknown
 
     async def _json(self, request: Request) -> tuple[dict[str, Any], UnknownFields]:
@@ -457,11 +453,11 @@ def _schema(kind: type[ChatBody | CompletionBody]) -> Mapping[str, Any]:
 
 
 class Gate:
-    """Wraps ``app``. ``keys``: the valid ones; None: no key is needed. Once ``gateway`` is leaving, each answer ends
-    its connection."""
+    """The ASGI application: what every request passes before and after its page. ``keys``: the valid ones; None: no key
+    is needed. Once ``gateway`` is leaving, each answer ends its connection. ``metrics_page``: as of ``Surface``."""
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys | None, gateway: Gateway) -> None:
-        self._app = app
+    def __init__(self, gateway: Gateway, keys: ApiKeys | None, metrics_page: MetricsPage | None = None) -> None:
+        self._surface = Surface(gateway, metrics_page)
         self._keys = keys
         self._gateway = gateway
         self._log = logger("http")
@@ -499,7 +495,7 @@ class Gate:
             await problem_response(refusal, scope["path"])(scope, receive, answer)
             return
         try:
-            await self._app(scope, receive, answer)
+            await self._surface(scope, receive, answer)
         except Exception as error:
             self._log.error("request failed", request_id=request_id.decode(), error=type(error).__name__,
                             at=_stack(error))

@@ -30,7 +30,7 @@ import asyncio
 import hashlib
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -69,7 +69,6 @@ class Target:
 
     name: str
     backend: Backend
-    close: Callable[[], Awaitable[None]] | None = None  # of those that were discovered
     delisted: bool = False  # discovery does not list it any more
     info: TargetInfo | None = None
     in_flight: int = 0
@@ -136,6 +135,7 @@ class Targets:
                  clock: Callable[[], float] = time.monotonic, rules: RosterRules | None = None) -> None:
         self.by_name = {name: Target(name, backend) for name, backend in fixed.items()}
         self._connect = connect
+        self._opened: dict[str, RemoteBackend] = {}  # those that were discovered
         self._roster = Roster(clock, rules, fixed)
         self._log = logger("balance")
 
@@ -162,14 +162,14 @@ class Targets:
             self._log.info("target forgotten", target=target.name, left=target.delisted)
             self._roster.forget(target.name)
             del self.by_name[target.name]
-        for target in expired:
-            await _close(target)
+        for backend in [self._opened.pop(target.name) for target in expired]:
+            await backend.aclose()
         return expired
 
     async def aclose(self) -> None:
         """Close those that were discovered."""
-        for target in self:
-            await _close(target)
+        for backend in self._opened.values():
+            await backend.aclose()
 
     def _add(self, address: str, name: str) -> None:
         assert self._connect is not None
@@ -179,13 +179,9 @@ class Targets:
             self._log.warning("target not opened", target=address, problem=str(error))
             self._roster.forget(address)  # discovery will list it again
             return
-        self.by_name[address] = Target(address, backend, backend.aclose)
+        self._opened[address] = backend
+        self.by_name[address] = Target(address, backend)
         self._log.info("target found", target=address)
-
-
-async def _close(target: Target) -> None:
-    if target.close is not None:
-        await target.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,14 +331,12 @@ class Balancer:
     def _choose(self, usable: list[Target], request: Request) -> Target:
         tokens = request.tokens
         prefix = request.namespace.encode() + np.array(tokens[: self.rules.affinity_tokens], np.int32).tobytes()
-        loads = [t.load for t in usable]
-        least = min(loads)
+        least = min(t.load for t in usable)
         if len(tokens) >= self.rules.affinity_tokens:
             preferred = max(usable, key=lambda t: t.affinity(prefix))
             if preferred.load <= least * 1.25 + self.rules.affinity_slack:
                 return preferred
-        least_loaded = [t for t, load in zip(usable, loads, strict=True) if load == least]
-        return least_loaded[0] if len(least_loaded) == 1 else max(least_loaded, key=lambda t: t.affinity(prefix))
+        return max((t for t in usable if t.load == least), key=lambda t: t.affinity(prefix))
 
     def count_sent(self, target: Target, answer: RoutedAnswer) -> None:
         """Count ``answer``, sent to ``target``. It is the target's probe if the time of an ejection is over."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from router_service.admission import PoolFallback
-from router_service.app import OPEN_PATHS, create_app
+from router_service.app import OPEN_PATHS, Gate
 from router_service.balance import Balancer, Connect, Targets
 from router_service.front import GatewayFront
 from router_service.gateway import Gateway
@@ -53,7 +53,7 @@ class RouterService:
         self._fallback = PoolFallback(config.target.policy, metrics)
         self.gateway = Gateway(TextCodec(folder), self._balancer, self._fallback, metrics, section,
                                spans_of(config.log, "router"), Trials(Trial(folder)))
-        app = create_app(self.gateway, self._keys, metrics.registry.page if shared else None)
+        app = Gate(self.gateway, self._keys, metrics.registry.page if shared else None)
         self._http = HttpListener(app, section, config.wire, metrics,
                                   [path.encode() for path in OPEN_PATHS], self.gateway.admission.queue_wait_s)
         asked = InferenceServicer(self._front, on_refused=self.gateway.failed)

@@ -305,8 +305,9 @@ async def test_what_texts_foretell_is_no_reason_to_leave_the_pool() -> None:
 
 
 async def test_switched_off_is_plain_from_the_start() -> None:
-    fallback = PoolFallback(PolicySection(max_nodes=0), RouterMetrics("tiny"))
-    assert not fallback.admits()
+    fallback, answer = PoolFallback(PolicySection(max_nodes=0), RouterMetrics("tiny")), PoolAnswer(Pool(), True)
+    fallback.follow(answer, True)
+    assert not answer.speculate
 
 
 async def test_more_answers_in_a_step_are_no_reason_to_leave() -> None:

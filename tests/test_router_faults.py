@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from router_service.admission import MAX_WAITING_PER_PLACE
-from router_service.app import GETS, MODEL, POSTS, create_app
+from router_service.app import GETS, MODEL, POSTS, Gate
 from router_service.dialects.chat import ChatBody, ChatReply
 from router_service.dialects.completions import CompletionBody
 from router_service.dialects.messages import MessagesReply
@@ -417,7 +417,7 @@ class BrokenGateway:
 @pytest.mark.parametrize(("method", "path"), [("GET", "/health"), ("POST", CHAT)])
 async def test_what_nobody_foresaw_is_a_plain_500(method: str, path: str, capsys: pytest.CaptureFixture[str]) -> None:
     gateway: Any = BrokenGateway()
-    app = create_app(gateway, None)
+    app = Gate(gateway, None)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app, raise_app_exceptions=False),
                                  base_url="http://router") as client:
         asked = {"model": "tiny", "messages": HELLO} if method == "POST" else None
