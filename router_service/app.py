@@ -244,14 +244,17 @@ class Surface:
         if reached is not None:
             plan = plan.repeated(reached.origin.seed, reached.origin.identity)
         client, run = await self._start(request, plan)
-        wants_ids = "text/event-stream" in request.headers.get("accept", "")
+        identity = run.identity
         origin = reached.origin if reached is not None else Origin(
-            run.id, run.created, plan.options.sampling.seed, run.identity if wants_ids else "")
+            run.id, run.created, plan.options.sampling.seed, identity)
         reply = reply_type(run.job.options.answer_id or origin.name, origin.created, run.job, self._gateway.codec,
-                         run.identity)
+                           identity)
         headers = {"x-slipstream-mode": run.mode, **self._ignored_header(unknown)}
         if body.stream:
-            ids = self._event_ids(request, run, origin, reached)
+            wants_ids = "text/event-stream" in request.headers.get("accept", "")
+            ids = None
+            if reached is not None or (wants_ids and identity and self._gateway.is_resumable(plan)):
+                ids = EventIds(origin, initial_check(run.place.tenant.namespace, run.job.prompts[0]), reached)
             events = self._events(run, reply, ids, body, request.scope[REQUEST_ID])
             return EventStream(events, client, run.aclose, headers)
         answers = [CollectedAnswer(reply.detailed) for _ in range(run.job.num_answers)]
@@ -324,20 +327,12 @@ class Surface:
         if not event_id:
             return None
         reached = parse_event_id(event_id)
-        reproducible = plan.num_answers == 1 and self._gateway.is_reproducible(options)
-        if not (body.stream and reproducible) or options.returns_prompt:
+        if not (body.stream and self._gateway.is_resumable(plan)):
             raise InvalidRequest(LAST_EVENT_ID, "is for streams of one answer that a seed fixes")
         if ((options.max_tokens is not None and reached.tokens > options.max_tokens)
                 or (options.seeded and options.sampling.seed != reached.origin.seed)):
             raise InvalidRequest(LAST_EVENT_ID, "is of another request; send the one that it belongs to")
         return reached
-
-    def _event_ids(self, request: Request, run: Run, origin: Origin, reached: ResumePoint | None) -> EventIds | None:
-        """None: the client wants none, or the answer could not be computed again."""
-        resumable = origin.identity and run.job.num_answers == 1 and self._gateway.is_reproducible(run.job.options)
-        if run.job.options.returns_prompt or (reached is None and not resumable):
-            return None
-        return EventIds(origin, initial_check(request.scope[TENANT].namespace, run.job.prompts[0]), reached)
 
     def _ignored_header(self, unknown: UnknownFields) -> dict[str, str]:
         if not unknown:

@@ -33,7 +33,8 @@ ID = re.compile(r"[A-Za-z0-9_-]{76}")  # both
 
 class Origin(NamedTuple):
     """What determines an answer besides its request, and what its chunks are headed with. ``name`` and ``identity`` are
-    32 hexadecimal digits each, ``created`` is in seconds. ``identity`` is "" where events get no ids."""
+    32 hexadecimal digits each, ``created`` is in seconds. ``identity`` is "" where it is unknown; then events get no
+    ids."""
 
     name: str
     created: int

@@ -106,9 +106,10 @@ class Gateway:
         """Whether unknown fields are refused."""
         return self._section.strict
 
-    def is_reproducible(self, options: Options) -> bool:
-        """Whether a seed fixes the answer here."""
-        return options.sampling.temperature == 0 or not (self.info.lossy or "keyed_sampling" in self.info.without)
+    def is_resumable(self, plan: Plan) -> bool:
+        """Whether it is for one answer, without its prompt, that a seed fixes here."""
+        fixed = plan.options.sampling.greedy or not (self.info.lossy or "keyed_sampling" in self.info.without)
+        return fixed and plan.num_answers == 1 and not plan.options.returns_prompt
 
     def leave(self) -> None:
         """From now on each answer asks its client to send the next request elsewhere; the request itself is still
