@@ -32,7 +32,6 @@ It knows nothing about targets, text or HTTP, nor about what is waited for.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import math
 import time
 from collections import deque
@@ -100,13 +99,13 @@ class Limit:
 
 
 class Waiter:
-    """A request that waits to be admitted. ``order``: of its arrival. ``num_answers``: that it asks for; once it is
-    admitted: that may run at once."""
+    """A request that waits to be admitted. ``num_answers``: that it asks for; once it is admitted: that may run at
+    once."""
 
-    __slots__ = ("future", "num_answers", "order")
+    __slots__ = ("future", "num_answers")
 
-    def __init__(self, order: int, num_answers: int) -> None:
-        self.order, self.num_answers = order, num_answers
+    def __init__(self, num_answers: int) -> None:
+        self.num_answers = num_answers
         self.future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
 
@@ -174,27 +173,20 @@ class Admission:
         self.in_flight = 0
         self.queued = 0
         self.closed = False
-        self._num_admitted = 0
         self._max_in_flight = max_in_flight
         self._max_wait_s = max_wait_s
         self._accounts: dict[str, Account] = {}  # of all tenants that have asked: the file of keys bounds them
-        self._waiting: dict[str, Account] = {}  # accounts with waiters
-        self._arrivals = itertools.count()
+        self._waiting: dict[str, Account] = {}  # accounts with waiters; whose turn it is next, first
         self._held_s = self._num_held = 0.0  # by answers that left, and how many they were; older ones decay
-        self._stalled_since_s = 0.0  # since when somebody waits and nobody has left
+        self._stalled_since_s = 0.0  # since when nobody has left; renewed when the first one begins to wait
         self._metrics = metrics
         self._clock = clock
-        self._idle = asyncio.Event()
-        self._idle.set()
 
     async def wait_until_idle(self, for_s: float) -> None:
-        """Wait until nothing has run for so many seconds."""
-        while True:
-            await self._idle.wait()
-            num_admitted = self._num_admitted
-            await asyncio.sleep(for_s)
-            if self._num_admitted == num_admitted:
-                return
+        """Wait until nothing has run for so many seconds of this wait."""
+        began_s = self._clock()
+        while self.in_flight or self._clock() - max(began_s, self._stalled_since_s) < for_s:
+            await asyncio.sleep(for_s / 10)
 
     async def enter(self, tenant: Tenant, num_answers: int) -> Place:
         """Wait for places for so many answers. If more are asked for than may run, wait for half of the places; if
@@ -212,7 +204,7 @@ class Admission:
         wait_s = self.wait_s(account, num_answers)
         if wait_s > self._max_wait_s or (wait_s > 0 and not self._may_wait(account, num_answers)):
             raise self._refusal(account, "queue", wait_s)
-        waiter = Waiter(next(self._arrivals), num_answers)
+        waiter = Waiter(num_answers)
         await self._wait(account, waiter)
         return Place(account, waiter.num_answers, self._clock())
 
@@ -318,10 +310,12 @@ class Admission:
             if self.in_flight + num_places > self._max_in_flight:
                 break
             waiter = account.waiters.popleft()
+            del self._waiting[account.tenant.id]  # if more of it waits, it joins the others at their end
             self._count_queued(account, -waiter.num_answers)
             waiter.num_answers = num_places
             if not waiter.future.done():
-                self._occupy(account, num_places)
+                self.in_flight += num_places
+                account.in_flight += num_places
                 waiter.future.set_result(None)
         self._metrics.load(self.in_flight, self.queued)
 
@@ -333,9 +327,9 @@ class Admission:
         return max(1, int(self._max_in_flight * account.tenant.weight / weights))
 
     def _next_account(self) -> Account | None:
-        """Of those who may have more, the one with the least load for its weight; then the one that waits longest."""
+        """Of those who may have more, the one with the least load for its weight; then the one whose turn it is."""
         able = (account for account in self._waiting.values() if account.waiters[0].num_answers <= account.free_places)
-        return min(able, key=lambda account: (account.weighted_load, account.waiters[0].order), default=None)
+        return min(able, key=lambda account: account.weighted_load, default=None)
 
     def _count_queued(self, account: Account, num_answers: int) -> None:
         account.queued += num_answers
@@ -345,18 +339,10 @@ class Admission:
         else:
             self._waiting.pop(account.tenant.id, None)
 
-    def _occupy(self, account: Account, num_answers: int) -> None:
-        self.in_flight += num_answers
-        account.in_flight += num_answers
-        self._num_admitted += 1
-        self._idle.clear()
-
     def _free(self, account: Account, num_answers: int) -> None:
         self._stalled_since_s = self._clock()
         account.in_flight -= num_answers
         self.in_flight -= num_answers
-        if self.in_flight == 0:
-            self._idle.set()
 
 
 def _draining() -> Draining:
