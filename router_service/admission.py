@@ -222,6 +222,7 @@ class Admission:
         return self._refusal(place.account, "target", after_s, str(error))
 
     def close(self) -> None:
+        """Take no new request; running ones go on."""
         self.closed = True
         for account in self._waiting.values():
             for waiter in account.waiters:

@@ -40,7 +40,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from router_service.connection import COMMENT, DONE, EventStream, Presence, connection_of, event, framed
+from router_service.connection import COMMENT, DONE, EventStream, connection_of, event, framed, presence
 from router_service.dialects import messages, responses
 from router_service.dialects.blocks import AnswerHead
 from router_service.dialects.chat import ChatBody, ChatReply
@@ -243,7 +243,7 @@ class Surface:
         reached = self._resume_point(request, plan, body)
         if reached is not None:
             plan = plan.repeated(reached.origin.seed, reached.origin.identity)
-        client, run = await self._start(request, plan)
+        run = await self._start(request, plan)
         identity = run.identity
         origin = reached.origin if reached is not None else Origin(
             run.id, run.created, plan.options.sampling.seed, identity)
@@ -256,18 +256,17 @@ class Surface:
             if reached is not None or (wants_ids and identity and self._gateway.is_resumable(plan)):
                 ids = EventIds(origin, initial_check(run.place.tenant.namespace, run.job.prompts[0]), reached)
             events = self._events(run, reply, ids, body, request.scope[REQUEST_ID])
-            return EventStream(events, client, run.aclose, headers)
+            return EventStream(events, run.aclose, headers)
         answers = [CollectedAnswer(reply.detailed) for _ in range(run.job.num_answers)]
-        await _consume(run, client, lambda number, delta: answers[number].add(delta))
+        await _consume(request, run, lambda number, delta: answers[number].add(delta))
         deltas = [answer.deltas for answer in answers]
         content = await self._gateway.lanes.off_loop(
             run.num_returned, lambda: orjson.dumps(reply.body(deltas, run.usage())), run.place.tenant.id)
         return Response(content, headers=headers, media_type="application/json")
 
-    async def _start(self, request: Request, plan: Plan) -> tuple[Presence, Run]:
-        client = Presence(connection_of(request.scope))
-        with client:
-            return client, await self._gateway.start(plan, request.scope[TENANT], request.headers.get(HEADER, ""))
+    async def _start(self, request: Request, plan: Plan) -> Run:
+        trace = request.headers.get(HEADER, "")
+        return await _while_connected(request, partial(self._gateway.start, plan, trace=trace))
 
     async def _answer_translated(self, request: Request, chat_of: Callable[[dict[str, Any]], dict[str, Any]],
                           names: Mapping[str, str], reply_type: Callable[[AnswerHead], EventReply],
@@ -292,15 +291,15 @@ class Surface:
         if request.headers.get(LAST_EVENT_ID):
             raise InvalidRequest(LAST_EVENT_ID, f"is for {CHAT} and {COMPLETIONS}; answers here begin anew")
         with with_field_names({**names, "messages": conversation}):
-            client, run = await self._start(request, plan)
+            run = await self._start(request, plan)
         markups = run.job.markups(self._gateway.codec)
         reply = reply_type(AnswerHead(options.answer_id or run.id, run.created, plan.model,
                                       markups[0] if markups else None,
                               raw, options.return_reasoning))
         headers = {"x-slipstream-mode": run.mode, **self._ignored_header(unknown)}
         if streamed:
-            return EventStream(self._reply_events(run, reply, request.scope[REQUEST_ID]), client, run.aclose, headers)
-        await _consume(run, client, lambda _, delta: reply.events(delta))
+            return EventStream(self._reply_events(run, reply, request.scope[REQUEST_ID]), run.aclose, headers)
+        await _consume(request, run, lambda _, delta: reply.events(delta))
         return json_response(reply.body(run.usage(), run.completions[0].stopped_by), headers=headers)
 
     async def _reply_events(self, run: Run, reply: EventReply, request_id: str) -> AsyncGenerator[bytes, None]:
@@ -391,14 +390,14 @@ GETS: Mapping[str, Handler] = {
 
 async def _while_connected(request: Request, work: Callable[[Tenant], Awaitable[Result]]) -> Result:
     """The result of ``work`` for the request's tenant, cancelled if the client leaves."""
-    with Presence(connection_of(request.scope)):
+    with presence(request.scope):
         return await work(request.scope[TENANT])
 
 
-async def _consume(run: Run, client: Presence, take: Callable[[int, TextDelta], object]) -> None:
+async def _consume(request: Request, run: Run, take: Callable[[int, TextDelta], object]) -> None:
     """Call ``take`` with all of ``run``'s deltas, and close it. Cancelled if the client leaves."""
     try:
-        with client:
+        with presence(request.scope):
             async for number, delta in run:
                 take(number, delta)
     except Exception as error:
@@ -481,8 +480,8 @@ class Gate:
             refusal = http_problem(401, "send a valid API key as 'Authorization: Bearer <key>'")
             await problem_response(refusal, scope["path"])(scope, receive, answer)
             return
-        if tenant is not None and (connection := connection_of(scope)) is not None:
-            connection.set_tenant(tenant.id)
+        if tenant is not None:
+            connection_of(scope).set_tenant(tenant.id)
         origin = headers.get(b"origin", b"")
         if scope["method"] == "POST" and not self._origin_allowed(origin):
             refusal = http_problem(403, "a router without API keys takes posts of its own machine's pages alone; set "

@@ -420,10 +420,10 @@ def _error_answer(problem: Problem) -> bytes:
                                              secrets.token_hex(16).encode(), headers, body))
 
 
-def connection_of(scope: Scope) -> Connection | None:
-    """The connection of a request; None behind another server."""
-    found: Callable[[], Connection | None] | None = scope.get("state", {}).get(STATE_KEY)
-    return None if found is None else found()
+def connection_of(scope: Scope) -> Connection:
+    """The connection of a request that is not answered yet."""
+    found: Connection = scope["state"][STATE_KEY]()
+    return found
 
 
 def event(content: Mapping[str, Any], event_id: str = "") -> bytes:
@@ -443,58 +443,46 @@ def _escape_line_ends(events: bytes) -> bytes:
     return events
 
 
-class Presence(Limit):
-    """The client of one request: ``with presence: await …`` raises ClientDisconnect when the client goes away. Create
-    it after the body has been read."""
-
-    __slots__ = ("connection",)
-
-    def __init__(self, connection: Connection | None) -> None:
-        super().__init__(ClientDisconnect)
-        self.connection = connection
-        if connection is not None:
-            connection.watch(self.fire)
+def presence(scope: Scope) -> Limit:
+    """``with presence(scope): await …`` raises ClientDisconnect when the request's client goes away. Call it after the
+    body has been read."""
+    limit = Limit(ClientDisconnect)
+    connection_of(scope).watch(limit.fire)
+    return limit
 
 
 class EventStream(Response):
-    """Sends ``events`` until they end or ``client`` goes away; ``close`` is awaited in any case."""
+    """Sends ``events`` until they end or the client goes away; ``close`` is awaited in any case."""
 
-    def __init__(self, events: AsyncGenerator[bytes, None], client: Presence, close: Callable[[], Awaitable[None]],
+    def __init__(self, events: AsyncGenerator[bytes, None], close: Callable[[], Awaitable[None]],
                  headers: Mapping[str, str], stall_s: float = STALL_S) -> None:
         self.status_code = 200
         self.background = None
         self.raw_headers = [*STREAM_HEADERS, *((name.encode(), value.encode()) for name, value in headers.items())]
         self._events = events
-        self._client = client
         self._close = close
         self._stall_s = stall_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        connection = self._client.connection
+        connection = connection_of(scope)
         try:
-            with self._client:
+            with presence(scope):
                 await self._send_events(connection, scope, send)
         except ClientDisconnect:
             return
         except TimeoutError:
-            if connection is not None:  # closed, it would wait for the client to read
-                connection.transport.abort()
+            connection.transport.abort()  # closed, it would wait for the client to read
         finally:
             await self._events.aclose()
             await self._close()
 
-    async def _send_events(self, connection: Connection | None, scope: Scope, send: Send) -> None:
-        """``connection``: to write to directly; None: through ``send``."""
+    async def _send_events(self, connection: Connection, scope: Scope, send: Send) -> None:
         in_chunks = scope["http_version"] == "1.1"
-        if connection is not None and not in_chunks:  # the body ends with the connection
+        if not in_chunks:  # the body ends with the connection
             scope["method"] = "HEAD"  # so uvicorn writes nothing of a body, neither a header of chunks nor their end
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async for events in self._events:
             chunk = _escape_line_ends(events)
-            if connection is None:
-                async with asyncio.timeout(self._stall_s):
-                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
-                continue
             connection.write(b"%x\r\n%b\r\n" % (len(chunk), chunk) if in_chunks else chunk)
             if connection.flow.write_paused:
                 async with asyncio.timeout(self._stall_s):

@@ -120,10 +120,6 @@ class Gateway:
         """Prepare what the first grammar would have to wait for."""
         await self._trials.warm()
 
-    def drain(self) -> None:
-        """Take no new request; running ones go on."""
-        self.admission.close()
-
     def close(self) -> None:
         """Call it when nothing runs any more."""
         self.lanes.close()

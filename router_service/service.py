@@ -107,7 +107,7 @@ class RouterService:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 await self.gateway.admission.wait_until_idle(IDLE_S)
-        self.gateway.drain()
+        self.gateway.admission.close()
         await self._beside.aclose()
         await self.targets.aclose()
         await self._grpc.drain(1.0)

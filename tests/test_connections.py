@@ -314,8 +314,7 @@ async def test_large_bodies_of_one_tenant_keep_no_other_s_out(monkeypatch: pytes
     """A hundred and thirty of 2 MiB, as one may have running and waiting, closed each of others beyond 146 KiB."""
     class Theirs(Slow):
         async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-            if (found := connection.connection_of(scope)) is not None:
-                found.set_tenant(scope["path"])
+            connection.connection_of(scope).set_tenant(scope["path"])
             await super().__call__(scope, receive, send)
 
     def asks(path: str, length: int) -> bytes:

@@ -129,9 +129,7 @@ class Listener:
         while (await receive())["more_body"]:
             pass
         self.heard.set()
-        found = connection_of(scope)
-        assert found is not None
-        found.watch(self.left.set)
+        connection_of(scope).watch(self.left.set)
         await self.left.wait()
 
 

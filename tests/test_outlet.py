@@ -16,7 +16,7 @@ import pytest
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from router_service.connection import Connection, EventStream, Presence, connection_of
+from router_service.connection import Connection, EventStream, connection_of
 from router_service.listener import HttpListener
 from slipstream.base.config import RouterSection, WireSection
 from slipstream.observe.metrics import RouterMetrics
@@ -30,9 +30,7 @@ BLOCK = bytes(range(256)) * 256
 
 def watched(scope: Scope, lost: asyncio.Event) -> None:
     """Set ``lost`` when the connection of ``scope`` is over."""
-    found = connection_of(scope)
-    assert found is not None
-    found.watch(lost.set)
+    connection_of(scope).watch(lost.set)
 
 
 class Source:
@@ -45,8 +43,7 @@ class Source:
         self.ended, self.lost = asyncio.Event(), asyncio.Event()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        client = Presence(connection_of(scope))
-        await EventStream(self._events(), client, self._close, {}, self._stall_s)(scope, receive, send)
+        await EventStream(self._events(), self._close, {}, self._stall_s)(scope, receive, send)
         watched(scope, self.lost)
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
@@ -153,9 +150,7 @@ async def test_a_connection_that_is_over_leaves_nothing(wish: bytes) -> None:
     kept: list[weakref.ref[Connection]] = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        found = connection_of(scope)
-        assert found is not None
-        kept.append(weakref.ref(found))
+        kept.append(weakref.ref(connection_of(scope)))
         await Response(b"x")(scope, receive, send)
 
     gc.disable()

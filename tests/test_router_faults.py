@@ -21,9 +21,12 @@ from router_service.dialects.completions import CompletionBody
 from router_service.dialects.messages import MessagesReply
 from router_service.dialects.openai import Plan
 from router_service.front import GatewayFront
+from router_service.listener import HttpListener
 from router_service.tenants import ANYONE, ApiKeys
 from router_service.text.tokens import LONG_TEXT
+from slipstream.base.config import RouterSection, WireSection
 from slipstream.base.errors import CapacityError, InvalidRequest, ModelError, Unavailable
+from slipstream.observe.metrics import RouterMetrics
 from slipstream.protocol.chat import ChatOptions, Message
 from tests.echo import EchoTarget
 from tests.loop import eventually
@@ -323,7 +326,7 @@ async def test_drain_finishes_what_runs(tiny_folder: Path) -> None:
         running = asyncio.ensure_future(r.post(CHAT, messages=HELLO))
         await eventually(lambda: len(target.running) == 1)
         r.service.gateway.leave()
-        r.service.gateway.drain()
+        r.service.gateway.admission.close()
         assert (await r.http.get("/health")).status_code == 503 and (await r.http.get("/live")).status_code == 200
         refused = await r.post(CHAT, messages=HELLO)
         assert refused.status_code == 503 and "retry-after" in refused.headers
@@ -417,11 +420,13 @@ class BrokenGateway:
 @pytest.mark.parametrize(("method", "path"), [("GET", "/health"), ("POST", CHAT)])
 async def test_what_nobody_foresaw_is_a_plain_500(method: str, path: str, capsys: pytest.CaptureFixture[str]) -> None:
     gateway: Any = BrokenGateway()
-    app = Gate(gateway, None)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app, raise_app_exceptions=False),
-                                 base_url="http://router") as client:
+    listener = HttpListener(Gate(gateway, None), RouterSection(listen="127.0.0.1:0"), WireSection(),
+                            RouterMetrics("tiny"))
+    await listener.start()
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{listener.port}") as client:
         asked = {"model": "tiny", "messages": HELLO} if method == "POST" else None
         answer = await client.request(method, path, json=asked, headers={"x-request-id": "mine"})
+    await listener.close()
     assert answer.status_code == 500 and answer.json()["error"]["type"] == "server_error"
     assert answer.headers["x-request-id"] == "mine" and "secret" not in answer.text
     logged = capsys.readouterr()

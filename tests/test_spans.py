@@ -203,7 +203,7 @@ async def test_a_request_is_followed_from_its_arrival(tiny_folder: Path, monkeyp
         with monkeypatch.context() as broken:
             broken.setattr(gateway.lanes, "run", None)
             assert (await r.post(CHAT, messages=HELLO)).status_code == 500
-        gateway.drain()
+        gateway.admission.close()
         refused = await r.http.post(CHAT, json={"messages": HELLO}, headers={"traceparent": SHOWN})
         assert refused.status_code == 503
     let_in, unforeseen, turned_away = kept.get_finished_spans()

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
+from uvicorn.protocols.http.flow_control import FlowControl
+
 from router_service.admission import PoolFallback
 from router_service.app import REQUEST_ID, TENANT, Surface
 from router_service.balance import Balancer, Targets
+from router_service.connection import STATE_KEY
 from router_service.front import GatewayFront
 from router_service.gateway import Gateway
 from router_service.tenants import ANYONE
@@ -40,6 +43,20 @@ class SomeTrials(Trial):
     def check(self, grammar: Grammar, namespace: str = "") -> None:
         if crc32(grammar.source.encode()) % TRIED == 0:
             super().check(grammar, namespace)
+
+
+class Sink:
+    """The connection of a request that came over none: what is written to it."""
+
+    def __init__(self) -> None:
+        self.body = bytearray()
+        self.flow = FlowControl(asyncio.Transport())
+
+    def watch(self, watcher: Callable[[], None]) -> None:
+        """Its client stays."""
+
+    def write(self, data: bytes) -> None:
+        self.body += data
 
 
 class Router:
@@ -66,8 +83,10 @@ class Router:
         return self._loop.run_until_complete(self._posted(path, body, headers))
 
     async def _posted(self, path: str, body: bytes, headers: Mapping[str, str]) -> tuple[int, bytes]:
+        sink = Sink()
         scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"",
-                 "http_version": "1.1", "scheme": "http", "server": ("tiny", 80), "root_path": "", TENANT: ANYONE,
+                 "http_version": "1.0", "scheme": "http", "server": ("tiny", 80), "root_path": "", TENANT: ANYONE,
+                 "state": {STATE_KEY: lambda: sink},
                  "headers": [(name.lower().encode(), value.encode()) for name, value in headers.items()],
                  REQUEST_ID: "one"}
         heard: list[dict[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]
@@ -82,7 +101,7 @@ class Router:
             told.append(message)
 
         await self._surface(scope, receive, send)
-        whole = b"".join(message.get("body", b"") for message in told)
+        whole = bytes(sink.body) + b"".join(message.get("body", b"") for message in told)
         assert told[0]["status"] != 500 and OURS.encode() not in whole, (told[0]["status"], whole)
         return told[0]["status"], whole
 
