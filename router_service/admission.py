@@ -121,11 +121,6 @@ class Account:
         self._refilled_s = now_s
 
     @property
-    def weighted_load(self) -> float:
-        """Running answers divided by the weight."""
-        return self.in_flight / self.tenant.weight
-
-    @property
     def free_places(self) -> float:
         """Answers that it may have besides those that run."""
         return self.tenant.requests - self.in_flight if self.tenant.requests else math.inf
@@ -330,7 +325,7 @@ class Admission:
     def _next_account(self) -> Account | None:
         """Of those who may have more, the one with the least load for its weight; then the one whose turn it is."""
         able = (account for account in self._waiting.values() if account.waiters[0].num_answers <= account.free_places)
-        return min(able, key=lambda account: account.weighted_load, default=None)
+        return min(able, key=lambda account: account.in_flight / account.tenant.weight, default=None)
 
     def _count_queued(self, account: Account, num_answers: int) -> None:
         account.queued += num_answers

@@ -390,14 +390,14 @@ GETS: Mapping[str, Handler] = {
 
 async def _while_connected(request: Request, work: Callable[[Tenant], Awaitable[Result]]) -> Result:
     """The result of ``work`` for the request's tenant, cancelled if the client leaves."""
-    with presence(request.scope):
+    with presence(connection_of(request.scope)):
         return await work(request.scope[TENANT])
 
 
 async def _consume(request: Request, run: Run, take: Callable[[int, TextDelta], object]) -> None:
     """Call ``take`` with all of ``run``'s deltas, and close it. Cancelled if the client leaves."""
     try:
-        with presence(request.scope):
+        with presence(connection_of(request.scope)):
             async for number, delta in run:
                 take(number, delta)
     except Exception as error:

@@ -313,13 +313,13 @@ class Balancer:
             able = [t for t in able if request.identity is not None and t.identity == request.identity]
             if not able:
                 raise _model_changed()
-        if any(t.fits(request) for t in supporting):  # a smaller one would refuse it for good
-            able = [t for t in able if t.fits(request)]
-        staying = [t for t in able if not t.draining]
+        fitting = [t for t in able if t.fits(request)]
+        if fitting or any(t.fits(request) for t in supporting):  # a smaller one would refuse it for good
+            able = fitting
         now_s = self._clock()
-        usable = ([t for t in staying if t.ready and not t.delisted and not t.is_ejected(now_s)]
-                  or [t for t in staying if t.ready]
-                  or [t for t in staying if t.info is None or not self._mismatch(t.info)])
+        usable = ([t for t in able if t.ready and not t.delisted and not t.is_ejected(now_s)]
+                  or [t for t in able if t.ready]
+                  or [t for t in able if not t.draining and (t.info is None or not self._mismatch(t.info))])
         if usable:
             return usable[0] if len(usable) == 1 else self._choose(usable, request)
         if request.answered and (draining := [t for t in able if t.draining and not t.unreachable]):
@@ -486,8 +486,7 @@ class RoutedAnswer:
         while not self._finished:
             target = self._target or self._pick()
             try:
-                pieces = self._pieces or self._start(target)
-                piece = await (anext(pieces) if self._target_began else self._first_piece(target, pieces))
+                piece = await (self._first_piece(target) if self._pieces is None else anext(self._pieces))
             except StopAsyncIteration:
                 await self._failed(target, Unavailable("the target ended the answer before its end"))
                 continue
@@ -524,26 +523,24 @@ class RoutedAnswer:
         self._sent = replace(remaining, identity=target.identity)
         return target
 
-    def _start(self, target: Target) -> AsyncIterator[Piece]:
-        self._answer = target.backend.submit(self._sent)
-        if self._speculate != self._request.speculate:
-            self._answer.set_speculation(self._speculate)
-        self._pieces = aiter(self._answer)
-        return self._pieces
-
     def _remaining(self) -> Request:
         """The request for what is still missing."""
         return replace(self._request.after(self._emitted), identity=self.identity)
 
-    async def _first_piece(self, target: Target, pieces: AsyncIterator[Piece]) -> Piece:
-        """The first piece; Unavailable when the target stops answering polls before it (rule 4)."""
+    async def _first_piece(self, target: Target) -> Piece:
+        """Ask ``target`` for the answer. Returns its first piece; Unavailable when the target stops answering polls
+        before it (rule 4)."""
+        self._answer = target.backend.submit(self._sent)
+        if self._speculate != self._request.speculate:
+            self._answer.set_speculation(self._speculate)
+        self._pieces = aiter(self._answer)
         limit = Limit(lambda: Unavailable(f"target {target.name} does not answer"))
         if target.unreachable:
             limit.fire()
         target.first_piece_limits.add(limit)
         try:
             with limit:
-                return await anext(pieces)
+                return await anext(self._pieces)
         finally:
             target.first_piece_limits.discard(limit)
 

@@ -309,8 +309,9 @@ class Connection(HttpToolsProtocol):
 
     def _update_busy(self) -> None:
         """A connection is busy while a complete request is answered."""
-        busy = bool(self.pipeline) or (self._is_answering() and not self.cycle.more_body)
-        if not self._is_answering():
+        answering = self._is_answering()
+        busy = bool(self.pipeline) or (answering and not self.cycle.more_body)
+        if not answering:
             self._limits.release_body(self)
         if busy != self._busy:
             self._busy = busy
@@ -443,11 +444,11 @@ def _escape_line_ends(events: bytes) -> bytes:
     return events
 
 
-def presence(scope: Scope) -> Limit:
-    """``with presence(scope): await …`` raises ClientDisconnect when the request's client goes away. Call it after the
-    body has been read."""
+def presence(connection: Connection) -> Limit:
+    """``with presence(connection): await …`` raises ClientDisconnect when the client goes away. Call it after the body
+    has been read."""
     limit = Limit(ClientDisconnect)
-    connection_of(scope).watch(limit.fire)
+    connection.watch(limit.fire)
     return limit
 
 
@@ -466,7 +467,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection = connection_of(scope)
         try:
-            with presence(scope):
+            with presence(connection):
                 await self._send_events(connection, scope, send)
         except ClientDisconnect:
             return

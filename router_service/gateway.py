@@ -22,7 +22,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from hashlib import blake2b
 from typing import Any
 
@@ -52,6 +52,7 @@ from slipstream.grammar.trial import Trials
 from slipstream.observe.metrics import RouterMetrics
 from slipstream.observe.spans import Span, Spans, well_formed
 from slipstream.protocol.chat import PartialAnswer, Usage
+from slipstream.protocol.identity import Identity
 from slipstream.protocol.requests import MAX_BAD_WORD_TOKENS, MAX_SCORES, NAMESPACE_SEPARATOR, Request, TargetInfo
 
 MAX_N = 128  # answers that one request may ask for to each of its prompts
@@ -328,7 +329,7 @@ class Gateway:
 
     def _prompts(self, plan: Plan, max_tokens: int | None) -> list[Sequence[int]]:
         """``max_tokens``: of each prompt; None: no limit."""
-        info, last = self.info, plan.options.truncate
+        last = plan.options.truncate
         room = max_tokens if last is None else None  # a prompt that is truncated may be longer
         prompts: list[Sequence[int]] = [self.codec.chat(plan.messages, plan.turn, room)] if plan.messages else []
         for i, prompt in enumerate(plan.prompts):
@@ -336,9 +337,10 @@ class Gateway:
                 prompts.append(self.codec.encode(prompt, room, plan.add_special_tokens) if isinstance(prompt, str)
                                else prompt)
         if last is not None:
-            most, left = info.max_context - 1, info.max_context - (plan.options.max_tokens or 1)
+            context = self.info.max_context
+            most, left = context - 1, context - (plan.options.max_tokens or 1)
             # -1: what fits is kept (as in vLLM), else the answer keeps its room, unless that is most of the context.
-            keep = last if last >= 0 else left if 2 * left >= info.max_context else most
+            keep = last if last >= 0 else left if 2 * left >= context else most
             prompts = [prompt[-keep:] if len(prompt) > (last if last >= 0 else most) else prompt for prompt in prompts]
         return prompts
 
@@ -360,6 +362,12 @@ class Gateway:
         if not set(tokens).isdisjoint(job.options.stop_tokens(self.codec.stop_token_ids, job.vocab_size)):
             raise InvalidRequest("begun.tokens", "one of them ends an answer")
         return replace(job, resumed_tokens=tokens, identity=self.balancer.identity(begun.identity))
+
+
+@lru_cache(maxsize=64)
+def _tag(identity: Identity) -> str:
+    """Computed once, not for each answer."""
+    return identity.tag
 
 
 def _packed(plan: Plan) -> Plan:
@@ -456,7 +464,7 @@ class Run:
     def identity(self) -> str:
         """The tag of the first answer's identity; "" where it is unknown."""
         identity = self.completions[0].identity()
-        return "" if identity is None else identity.tag
+        return "" if identity is None else _tag(identity)
 
     async def begin(self) -> None:
         """Wait for the first delta; call it once, before iterating."""
