@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from slipstream_vllm import remote, signals
+from slipstream_vllm.options import Options
 from slipstream_vllm.remote import RemoteDrafter, is_drafting_rank
 
 from slipstream.base.errors import ConfigError
@@ -34,18 +35,20 @@ def test_the_rank_whose_proposals_vllm_takes_speaks(tensor: int, stages: int, pr
     assert [rank for rank in ranks if is_drafting_rank(parallel(rank, tensor, stages, prefill))] == [speaker]
 
 
-def test_a_model_has_the_name_under_which_vllm_serves_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In metrics, beside vLLM's own, and in the logs of drafts."""
-    hellos = list[TargetHello]()
+@pytest.mark.parametrize(("rank", "drafts"), [(0, ("draft:8052",)), (1, ())])
+def test_a_model_has_the_name_under_which_vllm_serves_it(rank: int, drafts: tuple[str, ...], tmp_path: Path,
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    """In metrics, beside vLLM's own, and in the logs of drafts, of which only one rank knows."""
+    links = list[tuple[Options, TargetHello]]()
     monkeypatch.setattr(remote, "adapt", lambda: None)
-    monkeypatch.setattr(remote, "Links", lambda options, hello, *_: hellos.append(hello))
+    monkeypatch.setattr(remote, "Links", lambda options, hello, *_: links.append((options, hello)))
     model = SimpleNamespace(model=str(tmp_path), served_model_name="llama", tokenizer=str(tmp_path), max_model_len=64,
                             hf_text_config=SimpleNamespace(hidden_size=4, num_hidden_layers=2),
                             get_vocab_size=lambda: 260)
     drafter = RemoteDrafter(SimpleNamespace(
         model_config=model, speculative_config=SimpleNamespace(num_speculative_tokens=4),
-        additional_config={"slipstream": {"drafts": ["draft:8052"]}}, parallel_config=parallel(0)))
-    assert [hello.model_id for hello in hellos] == ["llama"]
+        additional_config={"slipstream": {"drafts": ["draft:8052"]}}, parallel_config=parallel(rank, tensor=2)))
+    assert [(options.drafts, hello.model_id) for options, hello in links] == [(drafts, "llama")]
     page = drafter.metrics.registry.page("")[1].decode()
     assert 'slipstream_drafts_connected{model="llama",service="target"}' in page
 

@@ -86,6 +86,7 @@ class FakeEngine:
     hold: bool = False  # no answer gets further than its first token
     tells: bool = False  # its workers tell of their steps
     looked_up: bool = False  # the texts' own chains, and tells so
+    last: str = "length"  # why an answer ends that no token ends
     rounds: StepReports | None = None
     errored: bool = False
     stuck: bool = False  # nothing comes from it any more
@@ -132,7 +133,7 @@ class FakeEngine:
                 told = RequestReport(collected.request_id, len(text), 4 * (count > 1), 0.01, "shadow", self.looked_up)
                 StepReporter(str(self.rounds.path)).send(StepReport(0.03, 0.02, (told,)))
                 await asyncio.sleep(0)
-            collected.put(output(new, "stop" if stopped else "length" if over else None, params["logprobs"],
+            collected.put(output(new, "stop" if stopped else self.last if over else None, params["logprobs"],
                                  SimpleNamespace(num_draft_tokens=sum(drafted), per_step_drafted=drafted,
                                                  per_step_accepted=kept) if over else None,
                                  scored(params, len(prompt)) if step == 0 else []))
@@ -545,6 +546,12 @@ async def test_stop_tokens_end_an_answer_and_are_its_last() -> None:
     async with served(FakeEngine()) as service:
         pieces = await taken(service.submit(request(stop_token_ids=(whole[end],))))
     assert tokens_of(pieces) == whole[: end + 1] and pieces[-1].finish == "stop"
+
+
+async def test_an_answer_that_vllm_ends_with_an_error_is_not_whole() -> None:
+    async with served(FakeEngine(last="error")) as service:
+        with pytest.raises(Unavailable, match="vLLM ended the answer: error"):
+            await taken(service.submit(request()))
 
 
 async def test_an_answer_that_is_left_is_aborted() -> None:
