@@ -376,7 +376,7 @@ class VllmAnswer:
             raise Unavailable(f"vLLM ended the answer: {completion.finish_reason}")
         if not self._request.max_tokens:
             return piece._replace(finish="length")
-        counts, drafts = getattr(completion, "spec_decode_metrics", None), list[tuple[int, int, str]]()
+        counts, drafts = completion.spec_decode_metrics, list[tuple[int, int, str]]()
         if counts is not None:
             accepted = list(counts.per_step_accepted)
             behind = sum(accepted) + self._pieces + 1 - self._tokens  # tokens after the end, which the answer drops

@@ -43,6 +43,7 @@ def test_a_model_has_the_name_under_which_vllm_serves_it(rank: int, drafts: tupl
     monkeypatch.setattr(remote, "adapt", lambda: None)
     monkeypatch.setattr(remote, "Links", lambda options, hello, *_: links.append((options, hello)))
     model = SimpleNamespace(model=str(tmp_path), served_model_name="llama", tokenizer=str(tmp_path), max_model_len=64,
+                            tokenizer_revision=None,
                             hf_text_config=SimpleNamespace(hidden_size=4, num_hidden_layers=2),
                             get_vocab_size=lambda: 260)
     drafter = RemoteDrafter(SimpleNamespace(

@@ -13,7 +13,6 @@ It knows nothing about drafts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -30,7 +29,6 @@ from slipstream_vllm.remote import RemoteDrafter
 from slipstream_vllm.sampling import ChoiceRequest, KeyedSampling, refusal
 from slipstream_vllm.signals import patch as patch_signals
 
-NOTHING: Mapping[str, Any] = {}
 # Methods of vLLM's runner, sampler and rejection sampler that are wrapped or called.
 PARTS = (
     ("propose_draft_token_ids", "_setup_eagle3_aux_hidden_state_outputs", "_get_eagle3_aux_layers_from_config",
@@ -173,7 +171,7 @@ def patch_seeds(runner: Any) -> None:
         try:
             return book(self, *args, **kwargs)
         finally:
-            self.input_batch.generators.update(getattr(self, "slipstream_aside", NOTHING))
+            self.input_batch.generators.update(self.slipstream_aside)
 
     runner._sample, runner._bookkeeping_sync = _sample, _bookkeeping_sync
 

@@ -52,7 +52,7 @@ class RemoteDrafter:
         self.chooser: KeyedSampling | None = None
         text, name = model.hf_text_config, str(model.served_model_name)  # as vLLM's own metrics call it
         hello = TargetHello(PROTOCOL_VERSION, 0, name, model.get_vocab_size(),
-                            digest_of(str(model.tokenizer), getattr(model, "tokenizer_revision", None)),
+                            digest_of(str(model.tokenizer), model.tokenizer_revision),
                             text.hidden_size, text.num_hidden_layers, model.max_model_len)
         self.metrics = metrics = TargetMetrics(name)
         # Imported here, so that importing this package does not import torch.
