@@ -15,7 +15,6 @@ from slipstream.base.errors import ConfigError
 from slipstream.observe.trace import Trace, commit_key, growth_key
 from slipstream.protocol.messages import DraftBound, Growth
 from slipstream.protocol.requests import Piece
-from slipstream.protocol.tree import DraftTree
 from slipstream.simulate.simulation import (
     Accelerator,
     Deployment,
@@ -206,13 +205,6 @@ def test_a_step_is_held_where_one_is_sooner_over_than_two() -> None:
     assert should_hold(10, 10, 0.015, flat)
     assert not should_hold(10, 10, 0.025, flat), "the others come later than a step of their own would take"
     assert not should_hold(10, 10, 0.001, lambda rows: 0.001 * rows), "rows that cost what they cost gain nothing"
-
-
-def test_a_tree_promises_the_chances_of_its_best_nodes() -> None:
-    tree = DraftTree.root_only(3, 7).append([1, 2, 3], [-3, 1, -3], [5, 6, 8], [-0.1, -2.0, -1.0])
-    assert tree.expected_accepted(0) == 0.0
-    assert tree.expected_accepted(2) == pytest.approx(0.904837 + 0.367879, abs=1e-5)
-    assert tree.expected_accepted(9) == pytest.approx(0.904837 + 0.367879 + 0.135335, abs=1e-5)
 
 
 def test_traces_of_two_processes_fit_together(tmp_path: Path) -> None:

@@ -93,7 +93,6 @@ class Decision:
     follow: bool  # a drafter should follow: attach one, or keep it
     ahead: bool  # the drafter may grow on until the next commit
     wait_s: float  # seconds after the commit that its growth may be awaited
-    enough_tokens: float  # draft tokens that a tree must promise for the step to begin at once
     why: Why
     budget_s: float = 0.0  # of exploration: what this round is expected to lose
     is_trial: bool = False  # the budget pays for its wait
@@ -310,17 +309,6 @@ def _plain_step_loss_s(prices: Prices, state: SessionState) -> float:
     return prices.plain_s * max(0.0, 1 - 1 / state.recent.gain)
 
 
-def _enough_tokens(prices: Prices, nodes: int, beliefs: Beliefs, state: SessionState) -> float:
-    """Draft tokens from which a tree that is there is better than a whole one after an exchange; below, waiting gains
-    more tokens than the time would make. With others in the step a wait lasts until they are through, which is too
-    long for that, and nobody asks."""
-    mean_s = beliefs.latency.mean_s
-    if mean_s is None:
-        return 0.0
-    full_tree_tokens = state.acceptance.expected(state.max_nodes)[nodes]
-    return max(0.0, full_tree_tokens - (1 + full_tree_tokens) * mean_s / prices.steps[nodes])
-
-
 def _deadline_s(usual_s: float, state: SessionState, rules: Rules) -> float:
     left_s = state.probe_left_s
     if left_s is None:
@@ -403,13 +391,10 @@ def _decision(beliefs: Beliefs, case: PricedCase, verdict: WaitVerdict, rules: R
         requests = wants_drafts and (granted or (nodes > 0 and _late_tree_pays(case, beliefs, rules)))
     verify = nodes if wants_drafts and not case.measures_plain else 0
     num_wanted = verify if requests and not lookup else 0
-    enough_tokens = 0.0
-    if case.prices.rows == 1 and wants_drafts and not lookup:
-        enough_tokens = _enough_tokens(case.prices, nodes, beliefs, state)
     return Decision(state.mode, verify, lookup, num_wanted, _should_follow(requests, beliefs, state, inputs),
                     num_wanted > 0 and inputs.grows_ahead and case.may_run_ahead and not shared,
                     _deadline_s(usual_s, state, rules) if granted and case.would_wait else 0.0,
-                    enough_tokens, _why(case, verdict), case.loss_s if case.measures_plain else verdict.budget_s,
+                    _why(case, verdict), case.loss_s if case.measures_plain else verdict.budget_s,
                     verdict.is_trial, nodes > 0)
 
 

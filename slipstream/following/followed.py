@@ -283,8 +283,7 @@ class Followed:
         """Whether the step should leave it out for a while, because growth may still come in time."""
         if self.link is None or self.side.answered or now_s >= self.wait.deadline_s:
             return False
-        tree = self.side.tree
-        return len(tree.tokens) == 1 or tree.expected_accepted(self.decision.verify) < self.decision.enough_tokens
+        return len(self.side.tree.tokens) == 1
 
     def skip_step(self, now_s: float) -> None:
         """The step leaves it out, because it ``should_wait``."""
@@ -465,7 +464,7 @@ class Followed:
         return RoundInputs(others, followed, chances, self.wait.num_since_request, self._can_run_ahead)
 
     def _plain_decision(self) -> Decision:
-        return Decision(self.policy.mode, 0, 0, 0, False, False, 0.0, 0.0,
+        return Decision(self.policy.mode, 0, 0, 0, False, False, 0.0,
                         "no drafter" if self.policy.allowed else "forbidden")
 
     def _drafter_available(self, now_s: float) -> bool:

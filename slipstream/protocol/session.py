@@ -157,11 +157,6 @@ class TargetSide:
         """Answer tokens committed so far."""
         return self.base - self.prompt_len
 
-    @property
-    def num_committed_nodes(self) -> int:
-        """How many committed nodes are remembered, because growth that is still on the wire may name them."""
-        return len(self._committed_nodes)
-
     def attach(self, wanted: int = MAX_NODES - 1, ahead: bool = False) -> Open:
         """Let a drafter follow from the tokens committed so far on. Returns the Open to send."""
         self._transition(TargetEvent.ATTACH)

@@ -48,7 +48,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import exp, inf
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -200,11 +200,6 @@ class DraftTree:
         tokens, ids, scores = self.tokens, self.ids, self.scores
         return DraftTree(self.base, [tokens[node] for node in keep], parents, [ids[node] for node in keep],
                          [scores[node] for node in keep])
-
-    def expected_accepted(self, num_nodes: int) -> float:
-        """Expected accepted tokens of the ``num_nodes`` best nodes, root not counted, if scores were the true log
-        chances of acceptance."""
-        return sum(map(exp, sorted(self.scores[1:], reverse=True)[:num_nodes]))
 
     def best(self, num_nodes: int) -> DraftTree:
         """The ``num_nodes`` best-scored nodes, root included; connected by rule 5 of trees and a stable sort."""
