@@ -446,10 +446,11 @@ def _lockstep_verdicts(priced: Sequence[PricedCase], beliefs: Beliefs, rules: Ru
     # Nobody waits: who tries it tries it with all, as all stand. One alone whom only that would pay stops the others.
     held_per_waiter = (priced[0].prices.rows - len(worth_s)) / len(worth_s)
     trials = [_request_verdict(priced[index], beliefs, rules, held_per_waiter) for index in worth_s]
-    all_wait = all(verdict.granted for verdict in trials)
-    if all_wait and beliefs.budget.affords_wait(sum(verdict.budget_s for verdict in trials)):
-        for index, verdict in zip(worth_s, trials, strict=True):
-            verdicts[index] = verdict
+    price_s = sum([verdict.budget_s for verdict in trials])
+    if all(verdict.granted for verdict in trials) and beliefs.budget.affords_wait(price_s):
+        payer = next((index for index, verdict in zip(worth_s, trials, strict=True) if verdict.is_trial), None)
+        for index, verdict in zip(worth_s, trials, strict=True):  # it is one trial: one of them pays for all
+            verdicts[index] = verdict._replace(budget_s=price_s if index == payer else 0.0)
     return verdicts
 
 

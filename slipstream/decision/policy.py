@@ -172,11 +172,10 @@ class SpeculationPolicy:
         self._decision, self._others = decision, inputs.others
         if asking is not self._asking:
             self._set_asking(asking)
-        if decision.is_trial and not self._state.trying:
-            beliefs.budget.pay_wait(decision.budget_s)
-            self._state.trying = True
-        elif decision.budget_s:
-            beliefs.budget.pay(decision.budget_s)
+        self._state.trying = self._state.trying or decision.is_trial
+        if decision.budget_s:
+            pay = beliefs.budget.pay_wait if decision.is_trial else beliefs.budget.pay
+            pay(decision.budget_s)
 
     def _set_asking(self, asking: bool) -> None:
         if asking is not self._asking:
