@@ -234,10 +234,6 @@ class StepCosts:
         age = self._observed - self._last_observed[point]
         return (age >= PLAIN_EVERY or self._num_seen[point] < MIN_STEPS) and age % PLAIN_EVERY < MAX_PLAIN_TRIES
 
-    def is_known(self, rows: int) -> bool:
-        """Whether more than a guess stands for steps near ``rows`` rows."""
-        return self._num_seen is None or self._num_seen[self._nearest(rows)] >= MIN_STEPS
-
     def steps(self, rows: int, max_more: int, stride: int = 1) -> Sequence[float]:
         """Seconds that steps of ``rows``, ``rows`` + ``stride``, … ``rows`` + ``max_more`` * ``stride`` rows are
         expected to take."""

@@ -369,7 +369,7 @@ def _as_plain_step(case: PricedCase, beliefs: Beliefs, rules: Rules, measurement
             return case
         # Made in any case, it takes what there is: behind a debt nobody could afford to come back.
         left_s = max(0.0, beliefs.budget.left_s) / case.prices.rows
-        loss_s = min(_plain_step_loss_s(case.prices, state) * costs.is_known(case.prices.rows), left_s)
+        loss_s = min(_plain_step_loss_s(case.prices, state), left_s)
         return replace(case, lookup=0, would_wait=False, measures_plain=True, loss_s=loss_s)
     if state.mode is not SPECULATE or state.num_since_plain < PLAIN_EVERY or case.lookup:
         return case
