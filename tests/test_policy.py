@@ -144,6 +144,14 @@ def test_a_drafter_lost_and_back(seed: int) -> None:
     assert simulation.overhead(36, 60) < 0.45, seed
 
 
+def test_a_drafter_that_reads_long_before_it_drafts_is_used_again_all_the_same() -> None:
+    """Plain steps go on meanwhile, so no time is lost that its tokens would have to bring back."""
+    world = World(always(0.5), always(0.004), steps((0, 1), (5, 0), (45, 1)), restart_s=4.0)
+    simulation = played(world, 120, 0)
+    assert simulation.first(Mode.SPECULATE, 45) < RETURN_S, simulation.transitions
+    assert simulation.overhead(45 + RETURN_S, 120) < 0.85
+
+
 def test_a_drafter_that_comes_and_goes_is_tried_ever_more_rarely() -> None:
     policy, _ = policy_of(PROFILE)
     lost_s = []

@@ -12,8 +12,8 @@ nothing is awaited. PLAIN: no draft traffic.
 Rules:
 1. Leaving follows a running sum, so it is quick and its loss in seconds is bounded: each round adds its loss against
    ``leave_gain`` or subtracts its gain, down to zero. Above ``PATIENCE`` plain steps, speculation stops.
-2. Coming back is slower: ``PROBE_ROUNDS`` drafted rounds must reach ``enter_gain``, with the seconds that the drafter
-   took to catch up repaid within ``REPAY_S``. A probe ends early when it has lost what the budget had for it.
+2. Coming back is slower: ``PROBE_ROUNDS`` drafted rounds must reach ``enter_gain``. A probe ends early when it has lost
+   what the budget had for it.
 3. Waits between probes double, up to ``PROBE_MAX_S``. They begin short again only after speculation that won more than
    leaving can lose; so a session near the threshold probes ever more rarely.
 4. A probe passes if the drafter answered but proposed nothing: an empty proposal costs only its wait.
@@ -60,7 +60,6 @@ PROBE_ROUNDS = 8  # drafted rounds of one probe: fewer say nothing about accepta
 PROBE_AFTER_S = 1.0  # before the first probe; doubles after each that fails
 PROBE_MAX_S = 30.0  # so that a drafter that is good again is seen within half a minute
 PROBE_LIMIT_S = 5.0  # of rounds without its answer: the drafter has failed the probe
-REPAY_S = 10.0  # what a drafter took to catch up must have come back by then
 OVERLOAD_S = 0.1  # between two looks whether an overload is over
 
 
@@ -377,8 +376,8 @@ class SpeculationPolicy:
     def _judge_probe(self, now_s: float, probe: Probe) -> Transition | None:
         ledger = probe.ledger
         if probe.answered and (ledger.num_drafted >= PROBE_ROUNDS or ledger.num_rounds >= 4 * PROBE_ROUNDS):
-            gain = ledger.gain / (1 + probe.silent_s / REPAY_S)
-            return self._enter(now_s) if not ledger.num_drafted or gain >= self._rules.enter_gain else self._fail(now_s)
+            passed = not ledger.num_drafted or ledger.gain >= self._rules.enter_gain
+            return self._enter(now_s) if passed else self._fail(now_s)
         if ledger.num_drafted and (probe.left_s < 0 or self._state.num_idle):
             return self._fail(now_s)
         spent = probe.left_s < 0 and self._state.num_silent > 1
