@@ -78,10 +78,8 @@ class Outbox:
             self._metrics.request(finish)
 
     def _with_cached_tokens(self, sequence: Sequence, piece: Piece) -> Piece:
-        if sequence.first_piece_sent:
-            return piece
-        sequence.first_piece_sent = True
-        return piece._replace(cached_tokens=sequence.cached_tokens)
+        cached_tokens, sequence.cached_tokens = sequence.cached_tokens, 0
+        return piece._replace(cached_tokens=cached_tokens) if cached_tokens else piece
 
     def add_error(self, sequence: Sequence, error: Exception, outcome: str = "failed") -> None:
         """Queue ``error``, which ends the answer."""

@@ -84,10 +84,9 @@ class Sequence:
     num_computed: int = 0
     num_borrowed: int = 0
     match: Match | None = None
-    cached_tokens: int = 0
+    cached_tokens: int = 0  # of its prompt, until the first piece says how many
     plain_sampling: bool = False  # needs only a token from its logits: no log probabilities, penalties, filters or rule
     stepped: bool = False  # whether a step has computed rows of it
-    first_piece_sent: bool = False  # whether its reader has had a piece
     num_scored: int = 0  # prompt rows that are scored; each scores the token after it
     token_array: NDArray[np.int64] = field(default_factory=lambda: NO_SLOTS)  # until its prompt is computed
     prefix_hashes: list[int] = field(default_factory=list)  # of its first block of tokens, of its first two, and so on
