@@ -78,9 +78,7 @@ class Agreement:
         return self.at_most < SUSPECT_BELOW
 
     def problem(self) -> str:
-        """In a sentence, with what to do; "" when there is none."""
-        if not self.suspect:
-            return ""
+        """Why it is suspect, and what to do, in a sentence."""
         return (f"only {self.agreed} of {self.rounds} first draft tokens were right: the head or draft model was "
                 "probably made for another target; check draft.model")
 
