@@ -194,7 +194,6 @@ class DraftWait:
 
 
 ROWS_PER_ITEM = 256  # feature rows of one item: well below the message limit for any known model
-MAX_ROW_BYTES = 128 << 20  # of feature rows sent to a link at once: half of what may wait for it
 RETRY_S = 1.0  # after a drafter gave the session up for lack of room
 LOOK_AGAIN_S = 0.2  # on shared cores, until it is checked again whether a drafter would pay
 

@@ -28,7 +28,6 @@ from slipstream.decision.beliefs import Beliefs, StepCosts
 from slipstream.decision.decide import RoundInputs, Rules
 from slipstream.decision.policy import SpeculationPolicy
 from slipstream.following.followed import (
-    MAX_ROW_BYTES,
     Followed,
     OnModeChange,
     RoundRecord,
@@ -54,6 +53,7 @@ ITEMS_PER_EVENT = 64  # items of a frame that are looked at before the clock is
 MAX_DRAIN_S = 0.005  # for what has arrived, where nobody waits
 TRACE_ROWS = 16  # rows of a trace for sessions; later ones share them
 MAX_HELD_COMMITS = 8  # that ask for no nodes
+MAX_ROW_BYTES = 128 << 20  # of feature rows sent to a link at once: half of what may wait for it
 MAX_PENDING_EVENTS = 256  # events of one peer that wait: a frame of a draft's is one, and a step has a few
 
 
