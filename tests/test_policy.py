@@ -21,7 +21,7 @@ from slipstream.decision.beliefs import (
     ExplorationBudget,
     StepCosts,
 )
-from slipstream.decision.decide import Decision, Mode, Round, RoundInputs
+from slipstream.decision.decide import IDLE_TOKENS, Decision, Mode, Round, RoundInputs
 from slipstream.decision.policy import MIN_DWELL_S, PROBE_AFTER_S, PROBE_MAX_S, SpeculationPolicy
 from tests.simulated import PROFILE, Simulation, World, always, steps
 
@@ -150,6 +150,21 @@ def test_a_drafter_that_reads_long_before_it_drafts_is_used_again_all_the_same()
     simulation = played(world, 120, 0)
     assert simulation.first(Mode.SPECULATE, 45) < RETURN_S, simulation.transitions
     assert simulation.overhead(45 + RETURN_S, 120) < 0.85
+
+
+def test_a_drafter_that_is_back_is_used_again_though_it_has_nothing_to_propose() -> None:
+    """An empty answer costs only its wait, and the next text may be another."""
+    simulation = played(World(matches=always(0.0), present=steps((0, 1), (5, 0), (45, 1))), 60, 0)
+    assert simulation.first(Mode.SHADOW, 5) < 5 and simulation.first(Mode.SPECULATE, 45) < RETURN_S
+
+
+def test_on_shared_cores_whoever_drafts_nothing_for_long_is_let_go() -> None:
+    """A drafter that reads commits takes time from the target there."""
+    for shared in (False, True):
+        policy, _ = policy_of(PROFILE, exchange_s=0.002, shared=shared)
+        follows = [policy.decide(RoundInputs(followed=True, num_since_request=count)).follow
+                   for count in (0, IDLE_TOKENS, IDLE_TOKENS + 1)]
+        assert follows == [True, True, not shared]
 
 
 def test_a_drafter_that_comes_and_goes_is_tried_ever_more_rarely() -> None:
