@@ -95,8 +95,14 @@ def _without_annotations(part: Any, keys_are_names: bool = False) -> Any:
         return [_without_annotations(item) for item in part]
     if not isinstance(part, dict):
         return part
+    return map_schema(part, _without_annotations, keys_are_names)
+
+
+def map_schema(part: Mapping[str, Any], change: Callable[[Any, bool], Any], keys_are_names: bool) -> dict[str, Any]:
+    """A part of a schema without ``ANNOTATIONS``, and ``change`` applied to whatever may hold schemas, and whether the
+    keys of that are names."""
     return {key: value if key in CONSTANT_KEYWORDS and not keys_are_names
-            else _without_annotations(value, key in NAMING_KEYWORDS and not keys_are_names)
+            else change(value, key in NAMING_KEYWORDS and not keys_are_names)
             for key, value in part.items() if keys_are_names or key not in ANNOTATIONS}
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import orjson
 
-from router_service.dialects.formats import ANNOTATIONS, CONSTANT_KEYWORDS, NAMING_KEYWORDS, make_grammar
+from router_service.dialects.formats import make_grammar, map_schema
 from router_service.text.marks import HERMES
 from router_service.text.rewritings import calls_in_content, merge_turns, results_as_user
 from slipstream.base.errors import InvalidRequest
@@ -131,9 +131,7 @@ def _with_moved_refs(part: Any, own: str, to: str, keys_are_names: bool = False)
         return [_with_moved_refs(item, own, to) for item in part]
     if not isinstance(part, dict) or isinstance(part.get("$id"), str):
         return part
-    referring = {key: value if key in CONSTANT_KEYWORDS and not keys_are_names
-                 else _with_moved_refs(value, own, to, key in NAMING_KEYWORDS and not keys_are_names)
-                 for key, value in part.items() if keys_are_names or key not in ANNOTATIONS}
+    referring = map_schema(part, lambda value, names: _with_moved_refs(value, own, to, names), keys_are_names)
     end = "." + to.rpartition("/")[2]
     if isinstance(name := part.get("$anchor"), str):
         referring["$anchor"] = name + end
