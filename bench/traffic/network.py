@@ -6,8 +6,8 @@ network) and plain. The policy is the default one and chooses within each. Nothi
 those of the schedule, the wire and the host's work, not of a model. ``ARGS=--full`` is the whole sweep, half an hour;
 ``ARGS=--real`` is ``bench.traffic.real``.
 
-Two rows scatter against each other by some 3 %. What is promised of schedules is held in simulated time, where nothing
-scatters: ``tests/test_simulation.py``.
+Below them stands what is promised of schedules, each with its worst row. Two rows scatter against each other by some
+3 %; in simulated time, where nothing scatters, ``tests/test_simulation.py`` holds the same.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass, replace
 
 from bench.fleet import Services
-from bench.report import Row, exit_on_error, save, write
+from bench.report import Row, exit_on_error, number, save, write
 from bench.timed import Reader, timed_services
 from bench.traffic import real
 from slipstream.observe.vitals import background_tasks
@@ -30,6 +30,7 @@ from slipstream.simulate.simulation import RUN_AHEAD, SCHEDULES
 from slipstream.simulate.timed import Timing
 
 MEASURED = SCHEDULES[:4]  # growth far ahead is said in simulated time
+Case = tuple[float, str]  # a figure, and the row that it is of
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +104,29 @@ async def swept(cells: Sequence[Cell], seconds: float) -> list[Row]:
     return rows
 
 
+def verdicts(rows: Sequence[Row]) -> list[str]:
+    """One line a promise: whether all rows that it is about keep it, and the worst; or that there are none."""
+    of = {(row["schedule"], row["rtt_ms"], row["draft_ms"], row["batch"]): row for row in rows}
+    plain = {row["batch"]: number(row, "tokens_per_s") for row in rows if row["schedule"] == "plain"}
+    kept, best, overlap = list[Case](), list[Case](), list[Case]()
+    for (schedule, rtt_ms, draft_ms, batch), row in of.items():
+        name, speed = f"{schedule}, RTT {rtt_ms} ms, tree {draft_ms} ms, batch {batch}", number(row, "tokens_per_s")
+        serial, near = of.get(("serial", rtt_ms, draft_ms, batch)), of.get((schedule, 0.0, draft_ms, batch))
+        if schedule in ("serial", "run-ahead") and serial is not None and batch in plain:
+            best.append((speed / max(plain[batch], number(serial, "tokens_per_s")), name))
+        if (schedule, rtt_ms, batch) == ("run-ahead", 1.0, 1) and near is not None:
+            kept.append((speed / number(near, "tokens_per_s"), name))
+        if (schedule, batch) == ("run-ahead", 1) and row["hit_rate"]:
+            longest_ms = max(number(row, "verify_ms"), number(row, "draft_ms"))
+            overlap.append((longest_ms / number(row, "hit_round_ms"), name))
+    return [f"not judged: {promise}: no such rows" if not cases else
+            f"{'holds' if min(cases)[0] >= least else 'FAILS'}: {promise}: at least {least:.2f}, worst of {len(cases)} "
+            f"rows {min(cases)[0]:.3f} ({min(cases)[1]})" for promise, least, cases in (
+                ("run-ahead's speed at 1 ms by its own at 0, batch 1", 0.95, kept),
+                ("what the policy chose by the best of plain and serial", 0.95, best),
+                ("max(verify, draft) by a round whose tree was there, batch 1", 0.91, overlap))]
+
+
 @exit_on_error()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -121,6 +145,7 @@ def main() -> None:
         return
     rows = asyncio.run(swept(ALL if given.full else SOME, given.seconds))
     write("network", rows, f"bench-network: timed devices, a target step takes {1e3 * Timing().step_s:g} ms")
+    print("\n".join(verdicts(rows)))
 
 
 if __name__ == "__main__":
