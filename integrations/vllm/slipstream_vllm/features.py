@@ -8,6 +8,7 @@ Rules:
 3. They take at most ``most_bytes``: several slots share a place, and the newest one keeps it. A row belongs to a token
    if both its slot and its token are those that were written. A missing row is a gap; the drafter begins after it.
 4. They are kept as the engine made them. A spec's projection and dtype are applied when rows are sent.
+5. From a GPU the newest rows are copied on a separate stream, while the host reads the sampled tokens.
 
 It knows nothing about vLLM's classes, sessions or links.
 """
@@ -94,13 +95,14 @@ class FeatureStore:
         self._most_bytes = most_bytes
         self._pool = torch.empty(0, 0)
         self._final_norm: FinalNorm | None = None
+        self._copy_stream: torch.cuda.Stream | None = None
         self._owners: Indices = np.zeros(0, np.int64)  # [places] the slot whose state is there; -1: none
         self._tokens: NDArray[np.int32] = np.zeros(0, np.int32)
         self._rows: RowEncoder | None = None
         self._batch: Batch | None = None
         self._indices: dict[str, int] = {}
         self._newest_rows: dict[str, tuple[int, int]] = {}  # request -> first of its rows that are sent, number
-        self._host_rows = torch.empty(0, 0)
+        self._host_copy: HostCopy | None = None
         self._problem = ""
 
     def allocate(self, hidden_size: int, dtype: torch.dtype, device: torch.device,
@@ -111,6 +113,9 @@ class FeatureStore:
         width = len(self.taps.layers) * hidden_size
         num_places = max(1, self._most_bytes // (width * dtype.itemsize))
         self._pool = torch.empty(num_places, width, dtype=dtype, device=device)
+        self._copy_stream = None
+        if device.type == "cuda":
+            self._copy_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._owners, self._tokens = np.full(num_places, -1, np.int64), np.zeros(num_places, np.int32)
 
     def set_feature_spec(self, spec: FeatureSpec) -> bool:
@@ -127,9 +132,9 @@ class FeatureStore:
     def keep(self, batch: Callable[[], Batch], inner: Sequence[torch.Tensor] | None, last: torch.Tensor,
              reads: Callable[[str], bool]) -> None:
         """Keep the states of a step: ``inner`` taps and the ``last`` state, with a row for each row of the forward. For
-        requests that a drafter ``reads`` the committed tokens' rows are copied to the host. It never raises: an error
-        means no rows, and one log line for each new problem."""
-        self._batch, self._indices, self._newest_rows = None, {}, {}
+        requests that a drafter ``reads`` the copy of the committed tokens' rows to the host begins here. It never
+        raises: an error means no rows, and one log line for each new problem."""
+        self._batch, self._indices, self._newest_rows, self._host_copy = None, {}, {}, None
         try:
             last = last if self._final_norm is None else self._final_norm(last)
             self._keep(batch(), self.taps.pick(inner, last), reads)
@@ -160,7 +165,9 @@ class FeatureStore:
     def newest_rows(self, request: str) -> bytes | None:
         """The rows for the tokens that the last step committed: of the position before each; None: there are none."""
         span = self._newest_rows.get(request)
-        return None if span is None else _row_bytes(self._host_rows[span[0] : span[0] + span[1]])
+        if span is None or self._host_copy is None:
+            return None
+        return self._host_copy.rows(*span)
 
     def rows_since(self, request: str, start: int) -> tuple[int, int, bytes]:
         """The kept rows of a request of the last step, from position ``start`` on and after the last gap. Returns the
@@ -176,11 +183,12 @@ class FeatureStore:
         at = at[int(gaps[-1]) + 1 :] if len(gaps) else at
         end = int(batch.ends[index])
         try:
-            parts = [self._rows(self._pool.index_select(0, self._near(at[first : first + CHUNK])))
+            parts = [HostCopy(self._rows(self._pool.index_select(0, self._near(at[first : first + CHUNK]))),
+                              self._copy_stream)
                      for first in range(0, len(at), CHUNK)]
         except torch.OutOfMemoryError:  # treated as a gap
             return end, 0, b""
-        return end - len(at), len(at), b"".join(map(_row_bytes, parts))
+        return end - len(at), len(at), b"".join(part.rows() for part in parts)
 
     def _send_newest(self, batch: Batch, taps: Sequence[torch.Tensor], offsets: Indices,
                      reads: Callable[[str], bool]) -> None:
@@ -192,7 +200,7 @@ class FeatureStore:
         if not len(indices):
             return
         first = offsets + batch.ends - batch.computed - counts
-        self._host_rows = self._rows(self._side_by_side(taps, first[indices] + steps)).cpu()
+        self._host_copy = HostCopy(self._rows(self._side_by_side(taps, first[indices] + steps)), self._copy_stream)
         begins = np.cumsum(counts) - counts
         self._newest_rows = {request: (int(begins[index]), int(counts[index]))
                              for index, request in enumerate(batch.requests) if counts[index]}
@@ -210,10 +218,6 @@ def _spread(counts: Indices) -> tuple[Indices, Indices]:
     counts = np.maximum(counts, 0)
     owners = np.repeat(np.arange(len(counts)), counts)
     return owners, np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
-
-
-def _row_bytes(rows: torch.Tensor) -> bytes:
-    return rows.cpu().contiguous().view(torch.uint8).numpy().tobytes()  # numpy has no bfloat16
 
 
 class RowEncoder:
@@ -239,3 +243,29 @@ class RowEncoder:
                 states = torch.cat([F.rms_norm(part, norm.shape, norm, self._norm_eps) for part, norm in parts], 1)
             states = F.linear(states, self._weight)
         return states.to(self._dtype)
+
+
+class HostCopy:
+    """Rows that are being copied to the host. The code for GPUs was reviewed and has never run on one."""
+
+    def __init__(self, rows: torch.Tensor, copy_stream: torch.cuda.Stream | None) -> None:
+        """copy_stream: the stream that copies them; None: they are copied at once."""
+        self._event: torch.cuda.Event | None = None
+        if copy_stream is None:
+            self._host = rows.cpu().contiguous()
+            return
+        self._host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+        copy_stream.wait_stream(torch.cuda.current_stream(rows.device))
+        with torch.cuda.stream(copy_stream):
+            self._host.copy_(rows, non_blocking=True)
+            rows.record_stream(copy_stream)  # its memory is not reused before the copy is done
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record(copy_stream)
+
+    def rows(self, first: int = 0, count: int | None = None) -> bytes:
+        """The bytes of ``count`` rows from ``first`` on (None: all); it waits for the copy."""
+        if self._event is not None:
+            self._event.synchronize()
+        rows = self._host[first:] if count is None else self._host[first : first + count]
+        # numpy has no bfloat16, so the rows are read as bytes.
+        return rows.view(torch.uint8).numpy().tobytes()
