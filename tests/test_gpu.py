@@ -73,9 +73,13 @@ def test_an_abort_a_hang_a_crash_and_an_error_cost_their_own_rows_only(tmp_path:
               for stage, limit_s in ((aborts, 30.0), (hangs, 1.0), (crashes, 30.0), (raises, 30.0))]
     rows = run([*broken, by_name["fused 1"]], OPTIONS, tmp_path, 300.0)
     died = [(row["stage"], row["value"]) for row in rows if row["what"] == "DIED"]
-    assert died == [("aborts", "signal 6 (SIGABRT)"), ("hangs", "killed: it took longer than 1 s"),
-                    ("crashes", "signal 11 (SIGSEGV)"), ("raises", "ValueError: no such shape")]
-    assert [row["what"] for row in rows if row["stage"] == "aborts"] == ["began", "DIED"]
+    assert died == [("aborts", "signal 6 (SIGABRT)"), ("aborts", "once more: signal 6 (SIGABRT)"),
+                    ("hangs", "killed: it took longer than 1 s"),
+                    ("hangs", "once more: killed: it took longer than 0.5 s"),
+                    ("crashes", "signal 11 (SIGSEGV)"), ("crashes", "once more: signal 11 (SIGSEGV)")]
+    assert {row["what"] for row in rows if row["stage"] == "aborts"} == {"began", "once more: began", "DIED"}
+    assert [(row["what"], row["value"]) for row in rows if row["stage"] == "raises"] == [
+        ("began", "yes"), ("FAILED", "ValueError: no such shape")], "another try would find no more"
     assert [row["stage"] for row in rows if row["unit"] == "ratio"] == ["fused 1"]
     written = json.loads((tmp_path / "gpu.json").read_text())
     assert written["rows"] == rows and {"device", "torch", "commit", "date"} <= set(written)

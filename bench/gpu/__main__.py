@@ -1,9 +1,10 @@
 """``make gpu``: run the jobs, one after the other, and print a table of their findings.
 
-Each job is a process of its own with its own limit (``job``), so one that dies costs its own rows. Each finding is
-written to ``gpu.jsonl`` in the folder ``--out`` at once; ``gpu.json`` there is complete after each job, and a table of
-all is printed at the end. All of it takes at most ten minutes of a GPU and needs no network. ``--device cpu
---rehearse`` runs every line of it anywhere, on shapes so small that the numbers mean nothing.
+Each job is a process of its own with its own limit (``job``), so one that dies costs its own rows; it is run once
+more for its first case only. Each finding is written to ``gpu.jsonl`` in the folder ``--out`` at once; ``gpu.json``
+there is complete after each job, and a table of all is printed at the end. All of it takes at most ten minutes of a
+GPU and needs no network. ``--device cpu --rehearse`` runs every line of it anywhere, on shapes so small that the
+numbers mean nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from slipstream.models.folder import KNOWN
 from slipstream.models.folder import prepare as prepare_model
 
 LIMIT_S = 570.0
-DIED = "DIED"  # ``what`` of the row that says why a job ended early
+FAILURES = ("DIED", "FAILED")  # ``what`` of the row that says why a job ended early
 
 
 def run(jobs: Sequence[Job], options: StageOptions, out: Path, limit_s: float) -> list[Row]:
@@ -38,7 +39,7 @@ def run(jobs: Sequence[Job], options: StageOptions, out: Path, limit_s: float) -
         for job in jobs:
             at_s = time.perf_counter() - began_s
             print(f"-- {job.name}, {at_s:.0f} s after the start", flush=True)
-            for finding in _findings(job, options, limit_s - at_s):
+            for finding in _run_with_retry(job, options, limit_s - at_s):
                 rows.append(_row(job.name, finding))
                 at_s = time.perf_counter() - began_s
                 lines.write(json.dumps({"at_s": round(at_s, 2), **rows[-1]}) + "\n")
@@ -48,15 +49,21 @@ def run(jobs: Sequence[Job], options: StageOptions, out: Path, limit_s: float) -
     return rows
 
 
-def _findings(job: Job, options: StageOptions, remaining_s: float) -> Iterator[Finding]:
-    """Run a job. Its last finding says so if it died."""
-    if remaining_s <= 0.0:
+def _run_with_retry(job: Job, options: StageOptions, remaining_s: float) -> Iterator[Finding]:
+    """Run a job; if it dies on the device, run its first case again, in half the time."""
+    limit_s = min(job.limit_s, remaining_s)
+    if limit_s <= 0.0:
         yield Finding("not run", "the time was over")
         return
-    try:
-        yield from run_job(job, replace(options, shape=job.shape), min(job.limit_s, remaining_s))
-    except JobDied as death:
-        yield Finding(DIED, str(death))
+    for narrow, prefix, try_limit_s in ((False, "", limit_s), (True, "once more: ", limit_s / 2)):
+        try:
+            for finding in run_job(job, replace(options, shape=job.shape, narrow=narrow), try_limit_s):
+                yield replace(finding, what=prefix + finding.what)
+            return
+        except JobDied as death:
+            yield Finding("DIED" if death.on_device else "FAILED", f"{prefix}{death}")
+            if not death.on_device:
+                return
 
 
 def _row(stage: str, finding: Finding) -> Row:
@@ -86,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = run([job for job in JOBS if job.stage in names], stage_options, options.out, options.limit_s)
     title = "a rehearsal: these numbers mean nothing" if options.rehearse else "the engine on one device"
     write("gpu", rows, title, options.out)
-    return int(any(row["what"] == DIED for row in rows))
+    return int(any(row["what"] in FAILURES for row in rows))
 
 
 if __name__ == "__main__":

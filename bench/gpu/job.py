@@ -35,7 +35,11 @@ READY = b""
 
 
 class JobDied(Exception):
-    """A job ended without its result."""
+    """A job ended without its result. ``on_device``: another try may find more."""
+
+    def __init__(self, reason: str, on_device: bool = True) -> None:
+        super().__init__(reason)
+        self.on_device = on_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +103,7 @@ def _received(receiver: Connection, limit_s: float) -> Iterator[Finding]:
             continue
         content = json.loads(message)
         if isinstance(content, str):
-            raise JobDied(content)
+            raise JobDied(content, "CUDA" in content)
         yield Finding(*content)
 
 

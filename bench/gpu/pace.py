@@ -115,18 +115,18 @@ def steps_of(model: CausalModel, options: StageOptions, expected: str = ">= 0.80
     """Plain steps, trees by plain steps, and steps of several sessions. ``layer_itemsize``: see ``read_bytes``."""
     deep, rate = DEEP if options.full else 32, copy_rate(options)
     step = stepper(model, int(max(answer_slots(max(SESSIONS), 1, deep).max(), LONG)) + 1 + spare_slots)
-    for context in (CONTEXT, LONG):
+    for context in options.narrowed((CONTEXT, LONG)):
         roof_s, what = read_bytes(model.config, 2, context, layer_itemsize) / rate, f"1 row behind {context}"
         taken_s = median_s(step(1, 1, context), options.device, options.repeats)
         yield Finding(what, 1e3 * taken_s, "ms")
         yield Finding(f"{what}: of the copy roof", roof_s / taken_s, "share", expected)
         yield from device_work(what, step(1, 1, context), options, roof_s)
     plain_s = median_s(step(1, 1, CONTEXT), options.device, options.repeats)
-    for rows in ROWS[1:]:
+    for rows in options.narrowed(ROWS[1:]):
         taken_s = median_s(step(1, rows, CONTEXT), options.device, options.repeats)
         yield Finding(f"{rows} rows by 1 row", taken_s / plain_s, "ratio", RATIOS.get(rows, ""))
     yield from device_work("64 rows", step(1, 64, CONTEXT), options)
-    for count in SESSIONS:
+    for count in options.narrowed(SESSIONS):
         taken_s = median_s(step(count, 1, deep), options.device, options.repeats)
         yield Finding(f"{count} sessions behind {deep}", count / taken_s, "tokens/s", RATES.get(count, ""))
     free_memory()
@@ -165,7 +165,7 @@ def choose_stage(options: StageOptions) -> Iterator[Finding]:
     logits = zipf_logits(max(ROWS), vocab).to(options.device)
     race = device_race(options.device, vocab)
     for name, sampling in SAMPLINGS.items():
-        for rows in (1, 9, 64):
+        for rows in options.narrowed((1, 9, 64)):
             choices, what = choice_rows(sampling, rows), f"{name}, {rows} rows of {vocab} tokens"
             choosing = partial(choose, logits[:rows], choices)
             yield Finding(what, 1e6 * median_s(choosing, options.device, options.repeats), "us")

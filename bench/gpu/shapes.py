@@ -105,5 +105,5 @@ def head_bytes(config: ModelConfig, draft_vocab: int) -> int:
     """Bytes that one step of an EAGLE-3 head in bfloat16 reads at least; ``fc`` is not part of a step."""
     shapes = head_shapes(config, draft_vocab)
     return 2 * sum(torch.Size(shape).numel() for name, shape in shapes.items()
-                          if name not in ("embed_tokens.weight", "fc.weight"))
+                   if name not in ("embed_tokens.weight", "fc.weight"))
 

@@ -38,13 +38,14 @@ MAX_KERNELS = 16  # in a table
 @dataclass(frozen=True, slots=True)
 class StageOptions:
     """The input of a stage. ``full`` False: a rehearsal on small shapes, whose numbers mean nothing. ``model``: a
-    prepared folder or None. ``shape``: for a stage that has several."""
+    prepared folder or None. ``shape``: for a stage that has several. ``narrow``: measure only the first case."""
 
     device: torch.device
     full: bool = True
     model: Path | None = None
     repeats: int = 20
     shape: str = ""
+    narrow: bool = False
 
     @property
     def config(self) -> ModelConfig:
@@ -55,6 +56,10 @@ class StageOptions:
     def draft_vocab(self) -> int:
         """The draft vocabulary of its head."""
         return 32_000 if self.full else 64
+
+    def narrowed(self, values: tuple[int, ...]) -> tuple[int, ...]:
+        """``values``, or with ``narrow`` only the first of them."""
+        return values[:1] if self.narrow else values
 
 
 @dataclass(frozen=True, slots=True)
