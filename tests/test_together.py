@@ -12,10 +12,11 @@ from slipstream.decision.policy import SpeculationPolicy
 STEP_S = 0.010  # of any rows
 
 
-def decided(accepted: tuple[int, ...], exchange_s: float, saved_s: float = 0.0,
-            forbidden: int = 0) -> tuple[list[Decision], Beliefs]:
+def decided(accepted: tuple[int, ...], exchange_s: float, saved_s: float = 0.0, forbidden: int = 0,
+            repeating: int = 0) -> tuple[list[Decision], Beliefs]:
     """The decisions of one step for sessions of which that many tokens of four were accepted in each round before.
-    ``saved_s``: what the budget has. ``forbidden``: how many of the last may not be drafted for."""
+    ``saved_s``: what the budget has. ``forbidden``: how many of the last may not be drafted for. ``repeating``: how
+    many of the first repeat their text."""
     beliefs = Beliefs(StepCosts({1: STEP_S, 256: STEP_S}), lockstep=True)
     sessions = [SpeculationPolicy(PolicySection(max_nodes=4), beliefs) for _ in accepted]
     for _ in range(60):
@@ -24,8 +25,10 @@ def decided(accepted: tuple[int, ...], exchange_s: float, saved_s: float = 0.0,
     for one in sessions[len(sessions) - forbidden :]:
         one.forbid(0.0)
     beliefs.budget.left_s = saved_s
-    inputs = RoundInputs(others=len(accepted) - 1, followed=True)
-    return SpeculationPolicy.decide_step([(one, inputs) for one in sessions]), beliefs
+    others = len(accepted) - 1
+    asking = [(one, RoundInputs(others, True, (0.9, 0.9, 0.9) if number < repeating else ()))
+              for number, one in enumerate(sessions)]
+    return SpeculationPolicy.decide_step(asking), beliefs
 
 
 @pytest.mark.parametrize(("accepted", "exchange_s", "waiting"), [
@@ -52,6 +55,12 @@ def test_a_wait_is_tried_by_all_or_by_nobody(accepted: tuple[int, ...], exchange
     assert [one.wait_s > 0 for one in decisions] == [tries > 0] * len(accepted)
     assert sum(one.is_trial for one in decisions) == tries
     assert beliefs.budget.left_s == (0.0 if tries else saved_s), "its price is paid once, and leaves no debt"
+
+
+def test_a_wait_is_paid_for_where_the_first_of_those_who_could_try_it_repeats_its_text() -> None:
+    decisions, beliefs = decided((1, 1, 1, 1), 0.030, saved_s=0.5, repeating=1)
+    assert [(one.why, one.is_trial) for one in decisions] == [("prompt lookup", False), *[("tries a wait", True)] * 3]
+    assert beliefs.budget.left_s == 0.0, "or it would be tried in each step, for nothing"
 
 
 def test_who_needs_no_wait_has_none_and_tries_none() -> None:

@@ -448,8 +448,10 @@ def _lockstep_verdicts(priced: Sequence[PricedCase], beliefs: Beliefs, rules: Ru
     trials = [_request_verdict(priced[index], beliefs, rules, held_per_waiter) for index in worth_s]
     price_s = sum([verdict.budget_s for verdict in trials])
     if all(verdict.granted for verdict in trials) and beliefs.budget.affords_wait(price_s):
-        payer = next((index for index, verdict in zip(worth_s, trials, strict=True) if verdict.is_trial), None)
-        for index, verdict in zip(worth_s, trials, strict=True):  # it is one trial: one of them pays for all
+        # It is one trial: one who makes it pays for all. Who has looked up its text makes none (``_decision``).
+        payer = next((index for index, verdict in zip(worth_s, trials, strict=True)
+                      if verdict.is_trial and not priced[index].lookup), None)
+        for index, verdict in zip(worth_s, trials, strict=True):
             verdicts[index] = verdict._replace(budget_s=price_s if index == payer else 0.0)
     return verdicts
 
