@@ -99,7 +99,7 @@ class Sequence:
         span = None if spans is None else spans.begin("target.answer", request.trace, prompt=num_prompt,
                                                       answered=request.answered)
         sampling = request.sampling
-        history = TokenHistory.of(sampling, request.tokens, num_prompt)
+        history = TokenHistory.of(sampling, request.tokens, num_prompt) if sampling.penalised else None
         followed = following.open(number, request.tokens, num_prompt, request.sampling, num_prompt + request.max_tokens,
                                   request.speculate, "" if span is None else span.parent)
         plain_sampling = (not (sampling.path_dependent or sampling.logit_bias)
