@@ -170,7 +170,7 @@ class Admission:
         self.closed = False
         self._max_in_flight = max_in_flight
         self._max_wait_s = max_wait_s
-        self._accounts: dict[str, Account] = {}  # of all tenants that have asked: the file of keys bounds them
+        self._accounts: dict[str, Account] = {}  # forgotten with the last answer, unless tokens are counted
         self._waiting: dict[str, Account] = {}  # accounts with waiters; whose turn it is next, first
         self._held_s = self._num_held = 0.0  # by answers that left, and how many they were; older ones decay
         self._stalled_since_s = 0.0  # since when nobody has left; renewed when the first one begins to wait
@@ -339,6 +339,8 @@ class Admission:
         self._stalled_since_s = self._clock()
         account.in_flight -= num_answers
         self.in_flight -= num_answers
+        if not (account.in_flight or account.queued or account.tenant.tokens_per_minute):
+            self._accounts.pop(account.tenant.id, None)
 
 
 def _draining() -> Draining:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from unittest.mock import patch
@@ -317,6 +318,18 @@ async def test_who_is_let_in_and_gives_up_in_the_same_moment_gives_its_place_bac
     await asyncio.wait([leaving])
     assert leaving.cancelled() and (admission.in_flight, admission.queued) == (0, 0)
     admission.leave(await admission.enter(B, 1))
+
+
+async def test_of_a_tenant_whose_last_answer_has_ended_nothing_is_kept() -> None:
+    """Keys may be made and withdrawn every hour, in a file that is read again."""
+    admission, tenant = Admission(2, 30.0, RouterMetrics("tiny")), Tenant("key of an hour")
+    known = sys.getrefcount(tenant)
+    places = [await admission.enter(tenant, 1) for _ in range(2)]
+    assert sys.getrefcount(tenant) > known
+    for place in places:
+        admission.leave(place)
+    del place, places
+    assert sys.getrefcount(tenant) == known
 
 
 def test_who_comes_is_not_compared_with_all_who_wait() -> None:
