@@ -337,6 +337,16 @@ def test_calls_are_said_one_by_one_where_a_template_writes_the_first_alone() -> 
             "[user: c][assistant: ef0{'a': 'é'}][tool: x][assistant: f1{'a': 'é'}][tool: y]"]
 
 
+def test_calls_stay_one_by_one_where_a_template_leaves_out_the_system_s_later_words_too() -> None:
+    """GPT-OSS' does: calls that were parted, and stand without results, were joined with the turns around them."""
+    source = ("{% for m in messages %}{% if m.role != 'system' or loop.first %}[{{ m.role }}: {{ m.content }}"
+              "{% if m.tool_calls %}{{ m.tool_calls[0].id ~ m.tool_calls[0].function.name }}{% endif %}]{% endif %}"
+              "{% endfor %}")
+    with closing(ChatTemplate(source, {}, [])) as template:
+        said: Any = [{"role": "user", "content": "c"}, calls_of("c0", "c1"), {"role": "system", "content": "d"}]
+        assert template.render(said) == ["[user: c][assistant: ec0f0][assistant: c1f1][user: d]"]
+
+
 def test_reasoning_before_a_call_is_said_as_a_template_calls_it() -> None:
     """GPT-OSS' calls it thinking: between its calls the model did not know what it had thought."""
     source = ("{% for message in messages %}[{% if message.thinking and message.content %}{{ raise_exception('both') }}"

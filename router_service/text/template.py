@@ -35,7 +35,7 @@ from jinja2 import Template, TemplateError
 from jinja2.exceptions import SecurityError
 
 from router_service.text.omissions import omissions, takes_tools
-from router_service.text.rewritings import Messages, Rewriting, variants
+from router_service.text.rewritings import Messages, Rewriting, texts_as_parts, variants
 from slipstream.base.offload import limit_resources
 from slipstream.models.template import sandbox
 
@@ -57,7 +57,7 @@ class Renderer:
         self._specials = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._template = compiled(source)
         self.source = source
-        self.rewritings: list[Rewriting] = []  # without which it omits a part of the messages; the latest found first
+        self.rewritings: list[Rewriting] = []  # without which it omits a part of the messages, in order
 
     def render_or_empty(self, messages: Messages, variables: Mapping[str, Any] | None = None) -> str:
         """The prompt; "" where there is none."""
@@ -175,9 +175,10 @@ def trial(renderer: Renderer) -> None:
                 raise
     for omission in omissions(renderer.source):
         if omission.occurs(renderer.render_or_empty):
-            renderer.rewritings.insert(0, omission.rewriting)
+            known = renderer.rewritings
+            renderer.rewritings = sorted([*known, omission.rewriting], key=lambda found: found is texts_as_parts)
             if omission.occurs(renderer.render_or_empty):
-                renderer.rewritings.pop(0)
+                renderer.rewritings = known
 
 
 def main() -> None:
