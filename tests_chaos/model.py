@@ -16,7 +16,7 @@ from functools import cache
 from itertools import product
 from pathlib import Path
 from random import Random
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
@@ -45,9 +45,15 @@ TEMPLATE = """{#- <think> </think> <tool_call> -#}
 
 
 @cache
+def scratch() -> TemporaryDirectory[str]:
+    """Kept until the process ends, which removes it."""
+    return TemporaryDirectory(prefix="chaos-")
+
+
+@cache
 def folder() -> Path:
     """Tokenizer and template, written once a process; the weights are nowhere."""
-    made = Path(mkdtemp(prefix="chaos-"))
+    made = Path(scratch().name)
     own = tiny_tokenizer()
     spelt = [f" {''.join(letters)}" for letters in product("bdfgklmnprstvz", "aeiou", "lmnrst")]
     own.add_tokens([AddedToken(text, normalized=False) for text in

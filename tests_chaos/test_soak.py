@@ -89,8 +89,9 @@ def told_of(growth: dict[str, dict[str, float]]) -> str:
 
 async def soaked(count: int, told: Callable[[str], None]) -> tuple[dict[str, list[Held]], list[float]]:
     """What each process held after each part, and how many requests had been made by then."""
-    random, folder = Random(1), Path(tempfile.mkdtemp(prefix="soak-"))
+    random = Random(1)
     async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="soak-")))
         timed = await stack.enter_async_context(timed_services(TIMING, settings=("log.level=warning",)))
         grpc = free_port()
         router = service("router", "soak-router", folder, (f"router.grpc_listen=127.0.0.1:{grpc}", "log.level=error",

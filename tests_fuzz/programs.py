@@ -39,9 +39,15 @@ STEPS, NODES = 24, 6
 
 
 @cache
+def scratch() -> tempfile.TemporaryDirectory[str]:
+    """Kept until the process ends, which removes it."""
+    return tempfile.TemporaryDirectory(prefix="fuzz-")
+
+
+@cache
 def folder() -> Path:
     """A whole model folder, made once."""
-    return write_tiny_model(Path(tempfile.mkdtemp(prefix="fuzz-")) / "whole")
+    return write_tiny_model(Path(scratch().name) / "whole")
 
 
 class Fork:
