@@ -38,8 +38,10 @@ PLATFORM = tuple(f"--platform=manylinux{kind}_x86_64" for kind in (*(f"_2_{n}" f
 WHEELS_FOR = ("--implementation=cp", "--only-binary=:all:", *PLATFORM, "--platform=linux_x86_64")  # ours, the last
 GPUS = "8.0 8.9 9.0a 10.0a"  # compute capabilities: A100, L4 and L40, H100 and H200, B200
 BASES = {"cuda": "docker.io/library/python:3.11-bookworm"}  # where another than that of the Dockerfile is better
+DOCKERFILES = {"vllm": "vllm.Dockerfile"}  # where another than the one of all
 LOCKED = ("-c", str(ROOT / "requirements.lock"))
-EXTRAS = {"router": "[router,kubernetes,otel]", "vllm": "[service,kubernetes]"}
+EXTRAS = {"router": "[router,kubernetes,otel]", "cpu": "[engine,kubernetes,otel]", "cuda": "[engine,kubernetes,otel]",
+          "vllm": "[service,kubernetes]"}
 
 
 def gather(variant: str, torch: str | None) -> Path:
@@ -57,7 +59,7 @@ def gather(variant: str, torch: str | None) -> Path:
     pip("wheel", "--no-deps", "-w", str(folder), *map(str, own_packages),
         variables={} if same_python else {"SLIPSTREAM_PURE": "1"})
     wheel = next(folder.glob("slipstream-*.whl"))
-    requirement = f"{wheel}{EXTRAS.get(variant, '[engine,kubernetes,otel]')}"
+    requirement = f"{wheel}{EXTRAS[variant]}"
     wheels_for = (f"--python-version={python}", *WHEELS_FOR)
     find_links = ("--find-links", torch) if torch else ()
     pip("download", *wheels_for, *find_links, *LOCKED, "-d", str(folder), requirement)
@@ -107,16 +109,18 @@ def builder(names: Sequence[str] = BUILDERS) -> str:
 
 def build(variant: str, base: str | None, tool: str, tag: str) -> None:
     """Build the image. Raises CalledProcessError, after the builder has said why."""
-    arguments = ["--target", variant, "-t", tag, "-f", "deploy/docker/Dockerfile"]
-    if base:
-        arguments += ["--build-arg", f"{'VLLM' if variant == 'vllm' else 'BASE'}={base}"]
-    subprocess.run([tool, "build", *arguments, "."], cwd=ROOT, check=True)
+    values = [f"BASE={base}"] if base else []
+    if variant != "vllm":
+        values += [f"VARIANT={variant}", f"PACKAGE=slipstream{EXTRAS[variant]}"]
+    file = DOCKERFILES.get(variant, "Dockerfile")
+    subprocess.run([tool, "build", "-t", tag, "-f", f"deploy/docker/{file}",
+                    *(word for value in values for word in ("--build-arg", value)), "."], cwd=ROOT, check=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m deploy.image", description="Build an image.")
     parser.add_argument("variant", choices=("router", "cpu", "cuda", "vllm"))
-    parser.add_argument("--base", help="an image with Python 3.11, or vLLM's; default: as in deploy/docker/Dockerfile, "
+    parser.add_argument("--base", help="an image with Python 3.11, or vLLM's; default: as in deploy/docker, "
                         "for cuda one with a C compiler")
     parser.add_argument("--builder", choices=BUILDERS, help="default: the first that works")
     parser.add_argument("--tag", help="default: slipstream:VERSION-VARIANT, which is what the chart asks for")
