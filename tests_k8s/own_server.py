@@ -1,6 +1,6 @@
-"""An API server of one's own on loopback: processes, to be killed, restarted and compacted.
+"""An API server of one's own: processes, to be killed, restarted and compacted.
 
-Nothing runs in it unless controllers are started and a node (``node``) is there. It needs what
+Nothing runs in it unless controllers are started and a node (``node`` or ``containers``) is there. It needs what
 `make k8s-cluster` builds, and openssl.
 """
 
@@ -19,6 +19,7 @@ from bench.fleet import free_port
 from deploy.cluster import PROGRAMS, folder
 from slipstream.base.errors import Unavailable
 
+LOOPBACK = "127.0.0.1"
 START_S = 400.0  # seconds on an idle machine, minutes on one that is busy with something else
 
 
@@ -28,10 +29,12 @@ def missing() -> list[str]:
 
 
 class OwnServer:
-    """Processes of one server; ``kubeconfig`` is an administrator's."""
+    """Processes of one server; ``kubeconfig`` is an administrator's. ``address``: where pods reach it. On loopback pods
+    are processes: none gets an account's token, and services have slices alone."""
 
-    def __init__(self, place: Path) -> None:
+    def __init__(self, place: Path, address: str = LOOPBACK) -> None:
         self.kubeconfig = place / "kubeconfig"
+        self._address = address
         self._place = place
         self._token = secrets.token_hex(16)
         self._etcd_port, self._peer_port, self._port = free_port(), free_port(), free_port()
@@ -50,19 +53,20 @@ class OwnServer:
         self.start_api()
         self.kubeconfig.write_text(f"""{{apiVersion: v1, kind: Config, current-context: own,
             contexts: [{{name: own, context: {{cluster: own, user: admin}}}}],
-            clusters: [{{name: own, cluster: {{server: 'https://127.0.0.1:{self._port}',
+            clusters: [{{name: own, cluster: {{server: 'https://{self._address}:{self._port}',
                 certificate-authority: {self._place / 'certificates/apiserver.crt'}}}}}],
             users: [{{name: admin, user: {{token: {self._token}}}}}]}}""")
 
     def start_api(self) -> None:
         """Start the API server and wait until it is ready. Raises Unavailable with the end of its log."""
+        processes = ("--endpoint-reconciler-type=none", "--disable-admission-plugins=ServiceAccount")
         self._run("kube-apiserver", f"--etcd-servers=http://127.0.0.1:{self._etcd_port}", "--cert-dir=certificates",
-                  "--bind-address=127.0.0.1", f"--secure-port={self._port}", "--insecure-port=0",
-                  "--advertise-address=127.0.0.1", "--endpoint-reconciler-type=none",
-                  "--service-cluster-ip-range=10.250.0.0/16", "--service-account-key-file=accounts.pub",
-                  "--service-account-signing-key-file=accounts.key",
+                  f"--bind-address={self._address}", f"--secure-port={self._port}", "--insecure-port=0",
+                  f"--advertise-address={self._address}", "--service-cluster-ip-range=10.250.0.0/16",
+                  "--kubelet-preferred-address-types=InternalIP",
+                  "--service-account-key-file=accounts.pub", "--service-account-signing-key-file=accounts.key",
                   "--service-account-issuer=https://kubernetes.default.svc", "--token-auth-file=tokens.csv",
-                  "--authorization-mode=RBAC", "--disable-admission-plugins=ServiceAccount")
+                  "--authorization-mode=RBAC", *(processes if self._address == LOOPBACK else ()))
         deadline_s = time.monotonic() + START_S
         while not self._ready():
             if time.monotonic() > deadline_s or self._processes["kube-apiserver"].poll() is not None:
@@ -72,11 +76,12 @@ class OwnServer:
             time.sleep(0.5)
 
     def start_controllers(self) -> None:
-        """What makes pods of deployments, gives them to nodes and lists them in slices. The older kind of endpoints is
-        not written, as loopback addresses are refused there."""
+        """What makes pods of deployments, gives them to nodes and lists them in slices. The older kind of endpoints
+        takes no loopback addresses."""
         shared = (f"--kubeconfig={self.kubeconfig}", "--leader-elect=false", "--port=0", "--secure-port=0",
                   "--kube-api-qps=200", "--kube-api-burst=400")
-        self._run("kube-controller-manager", *shared, "--controllers=*,-endpoint,-endpointslicemirroring",
+        endpoints = ",-endpoint,-endpointslicemirroring" if self._address == LOOPBACK else ""
+        self._run("kube-controller-manager", *shared, f"--controllers=*{endpoints}",
                   "--service-account-private-key-file=accounts.key", "--root-ca-file=certificates/apiserver.crt",
                   "--node-monitor-grace-period=300s")
         self._run("kube-scheduler", *shared)
@@ -106,7 +111,7 @@ class OwnServer:
         if not certificate.exists():
             return False
         try:
-            return httpx.get(f"https://127.0.0.1:{self._port}/readyz", timeout=10,
+            return httpx.get(f"https://{self._address}:{self._port}/readyz", timeout=10,
                              verify=ssl.create_default_context(cafile=certificate),
                              headers={"Authorization": f"Bearer {self._token}"}).status_code == 200
         except (httpx.HTTPError, ssl.SSLError):

@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Protocol
 
 import httpx
 import pytest
@@ -19,7 +20,7 @@ from tests.test_crash_families import INPUTS
 from tests.tiny import write_tiny_model
 from tests_k8s.cluster import Cluster
 from tests_k8s.fleet import STUBBORN, asking
-from tests_k8s.node import Node, on_node
+from tests_k8s.node import on_node
 from tests_k8s.test_release import CPU
 from tests_k8s.view import ACCOUNT
 
@@ -29,10 +30,18 @@ QUESTION = "abcabcabcabcabcabc abcabcabc"
 WITHIN = "--timeout=600s"
 
 
+class AnyNode(Protocol):
+    """A node, as a release needs it."""
+
+    async def service(self, name: str, namespace: str) -> str: ...
+
+    def logs(self) -> str: ...
+
+
 class Release:
     """A release ``r`` in ``namespace``, and the commands of docs/ that are given to it."""
 
-    def __init__(self, cluster: Cluster, node: Node, namespace: str) -> None:
+    def __init__(self, cluster: Cluster, node: AnyNode, namespace: str) -> None:
         self.cluster = cluster
         self.node = node
         self.namespace = namespace
