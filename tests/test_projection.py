@@ -9,12 +9,14 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
 import pytest
 import torch
 from grpc import aio
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream.base.config import GrowthSection, ModelSection
 from slipstream.base.errors import PairingError, RemoteProtocolError
@@ -23,7 +25,8 @@ from slipstream.drafting.heads.checkpoint import read_head
 from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.drafting.neural import NeuralDrafter
 from slipstream.engine.loading import load_model
-from slipstream.engine.runner import FeatureWriter, ModelRunner
+from slipstream.engine.ops.layer import Linear, PartsNorm
+from slipstream.engine.runner import FeatureWriter, Fusion, ModelRunner
 from slipstream.protocol.messages import (
     Commit,
     DraftBound,
@@ -125,6 +128,28 @@ def test_norms_before_fc_are_handed_over_with_it(tmp_path: Path, field: str, wid
     projection = spec_of(of).projection
     assert projection is not None and (projection.norm_width, projection.norm_eps) == (width, 1e-5)
     assert len(projection.weights) == projection.size == 49 * 144 * 8
+
+
+class Copies(TorchDispatchMode):
+    """Counts the copies to another device or dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._to_copy.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_norm_before_fc_is_brought_to_the_device_of_the_states_once() -> None:
+    fusion = Fusion(torch.ones(2, 4), PartsNorm(torch.ones(4), 2, 1e-5), lambda weight: Linear(weight.to("meta")))
+    rows, found = torch.ones(3, 4, device="meta"), list[int]()
+    for _ in range(2):
+        with Copies() as copies:
+            assert fusion(rows).shape == (3, 2)
+        found.append(copies.count)
+    assert found == [1, 0]
 
 
 def drafter(folder: Path, target_folder: Path, project: bool) -> Drafter:

@@ -205,6 +205,8 @@ class Fusion:
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         rows = rows.to(self._dtype)
         if self._norm is not None:
+            if self._norm.weight.device != rows.device:  # once: each copy would wait for all that the device has to do
+                self._norm = replace(self._norm, weight=self._norm.weight.to(rows.device))
             rows = self._norm(rows)
         return self._product(rows)
 

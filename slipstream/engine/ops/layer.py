@@ -364,8 +364,8 @@ class PartsNorm:
     eps: float
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        count, weight = len(self.weight) // self.width, self.weight.to(x.device)
-        parts = zip(x.chunk(count, 1), weight.chunk(count), strict=True)
+        count = len(self.weight) // self.width
+        parts = zip(x.chunk(count, 1), self.weight.chunk(count), strict=True)
         return torch.cat([rms_norm(part, own, self.eps) for part, own in parts], 1)
 
 
