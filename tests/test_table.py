@@ -189,6 +189,15 @@ def test_a_mirror_that_failed_half_way_begins_anew() -> None:
             assert indices[: length + 1].tolist() == plan.indices.tolist()
 
 
+def test_slots_that_are_given_as_lists_are_not_joined_again() -> None:
+    builder = BatchBuilder()
+    for first in (0, 10):
+        builder.add([1], [9], [first + 9], np.arange(first, first + 9))
+    batch = builder.build()
+    assert np.shares_memory(batch.flat_kv_slots, batch.host.kv_slots)
+    assert plan_pages(batch).indices.tolist() == [*range(20)]
+
+
 def same(right: ForwardBatch, found: ForwardBatch, window: int) -> None:
     """The numbers of both, as they are, padded, and as they reach another rank."""
     spare = range(SLOTS, SLOTS + SPARE)

@@ -117,10 +117,13 @@ class ForwardBatch:
 
 
 def joined_runs(entries: NDArray[Any], begins: NDArray[Any], indptr: NDArray[Any]) -> NDArray[Any]:
-    """Runs of ``entries``, joined: run b begins at ``begins[b]`` and has ``indptr[b + 1] - indptr[b]`` entries."""
+    """Runs of ``entries``, joined: run b begins at ``begins[b]`` and has ``indptr[b + 1] - indptr[b]`` entries. A view
+    where they are joined already, as those of lists are."""
+    if np.array_equal(begins, indptr[:-1]):
+        return entries[: indptr[-1]]
     sizes = np.diff(indptr).tolist()
     runs = [entries[begin : begin + size] for begin, size in zip(begins.tolist(), sizes, strict=True)]
-    return np.concatenate(runs) if runs else entries[:0]
+    return np.concatenate(runs)
 
 
 @dataclass(slots=True)
