@@ -179,7 +179,8 @@ def plan_attention(pages: PagePlan, group: int, dtype: torch.dtype, device: torc
 
 def attend(q: torch.Tensor, kv: torch.Tensor, plan: tuple[AttentionCall, ...], scale: float) -> torch.Tensor:
     """q [T, Q, D], one layer's kv [S, 2, G, D] -> [T, Q * D]. The rows' own KV must be written already."""
-    if plan and plan[0].targets == slice(0, len(q)):
+    whole = plan[0].targets if plan else None
+    if isinstance(whole, slice) and whole == slice(0, len(q)):  # asked first: to compare a tensor takes 20 us
         return _run_call(_rows(q, plan[0].rows), kv, plan[0], scale)
     out = q.new_empty(q.shape[0] + 1, q.shape[1] * q.shape[2])
     for part in plan:
@@ -228,11 +229,8 @@ def _call_of(pages: PagePlan, segments: Sequence[Segment], group: int, dtype: to
              device: torch.device) -> AttentionCall:
     """The call of some segments, each padded to the most rows and the most KV entries among them."""
     b, q, n = len(segments), max([each.rows for each in segments]), max([each.entries for each in segments])
-    rows, targets = np.zeros((b, q), np.int64), np.full((b, q), pages.num_rows, np.int64)
     slots, seen = np.zeros((b, n), np.int64), np.zeros((b, q, n), bool)
     for i, (number, first, count, size) in enumerate(segments):
-        targets[i, :count] = rows[i, :count] = np.arange(first, first + count)
-        rows[i, count:] = first + count - 1
         slots[i, :size] = pages.slots(number)
         slots[i, size:] = slots[i, size - 1]
         seen[i, :count, :size] = visible(pages, slice(first, first + count), size)
@@ -241,16 +239,24 @@ def _call_of(pages: PagePlan, segments: Sequence[Segment], group: int, dtype: to
     if not seen.all():  # [b, q, n] -> [b, 1, q * group, n]: one row per folded query head
         scores = torch.zeros(seen.shape, dtype=dtype).masked_fill_(torch.from_numpy(~seen), float("-inf"))
         mask = scores.repeat_interleave(group, 1)[:, None].to(device, non_blocking=True)
-    return AttentionCall((b, q, n), _index(rows.ravel(), device), _index(targets.ravel(), device),
-                         _index(slots.ravel(), device), mask)
+    own = slots.ravel()
+    first, last = int(own[0]), int(own[-1])
+    consecutive = last - first == len(own) - 1 and bool((own[1:] - own[:-1] == 1).all())
+    return AttentionCall((b, q, n), *_padded_rows(segments, q, pages.num_rows, device),
+                         slice(first, last + 1) if consecutive else to_device(own, device), mask)
 
 
-def _index(values: NDArray[np.int64], device: torch.device) -> slice | torch.Tensor:
-    """What selects these places: a slice, if they follow one another."""
-    first = int(values[0])
-    if np.array_equal(values, np.arange(first, first + len(values))):
-        return slice(first, first + len(values))
-    return to_device(values, device)
+def _padded_rows(segments: Sequence[Segment], q: int, num_rows: int,
+                 device: torch.device) -> tuple[slice | torch.Tensor, slice | torch.Tensor]:
+    """The rows of a call with ``q`` of each segment, and their result rows."""
+    size, whole = len(segments) * q, slice(segments[0].first, segments[-1].first + segments[-1].rows)
+    if size == whole.stop - whole.start == sum([each.rows for each in segments]):
+        return whole, whole
+    rows, targets = np.zeros((len(segments), q), np.int64), np.full((len(segments), q), num_rows, np.int64)
+    for i, (_, first, count, _) in enumerate(segments):
+        targets[i, :count] = rows[i, :count] = np.arange(first, first + count)
+        rows[i, count:] = first + count - 1
+    return to_device(rows.ravel(), device), to_device(targets.ravel(), device)
 
 
 Attend = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # q [T, Q, D], one layer's kv [S, 2, G, D] -> [T, Q * D]
