@@ -44,7 +44,6 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from slipstream.base.errors import DeviceFull
@@ -352,7 +351,7 @@ def run_step(runner: ModelRunner, prefill: abc.Sequence[tuple[Sequence, int]], t
         if len(path) < len(tree_slots):
             rejected_slots += [slot for node, slot in enumerate(tree_slots) if node not in path]
         first += len(level)
-    runner.slots.free(np.array(rejected_slots, np.int64))
+    runner.slots.free(rejected_slots)
     return outcomes, [part.commit(scores) for part, scores in zip(scoring, scored, strict=True)]
 
 
