@@ -367,6 +367,12 @@ def test_what_a_rank_cannot_load_is_told_in_its_words(tmp_path: Path) -> None:
         ranked_model(broken, section())
 
 
+def test_an_order_takes_four_bytes_a_slot() -> None:
+    builder = BatchBuilder()
+    builder.add([5], [10_000], [10_000], np.arange(10_000))
+    assert len(encode_order(ForwardOrder(0, 20_000, (), builder.build()))) < 4 * 10_100
+
+
 def test_orders_arrive_as_they_were_given() -> None:
     builder = BatchBuilder()
     builder.add([5], [4], [9], np.array([1, 2, 3, 8]))

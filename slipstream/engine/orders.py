@@ -1,8 +1,8 @@
 """Communication between the ranks of one model: orders from rank 0 over pipes, and tensors between their devices.
 
 Rules:
-1. An order is a list of arrays of int64, the first of which begins with its kind. Of a batch its host arrays are sent,
-   not its tensors.
+1. An order is a list of arrays of int32, the first of which begins with its kind; words go as halves. Of a batch its
+   host arrays are sent, not its tensors.
 2. Between orders a rank waits without limit; it ends when its pipe is closed. Rank 0 waits at most ``TIMEOUT_S`` for a
    rank to take an order.
 3. All ranks call the same collective operations of ``Group`` in the same order. If one rank does not join an operation,
@@ -78,8 +78,9 @@ def encode_order(order: Order) -> bytes:
         case ForwardOrder(pool, num_slots, taps, batch):
             assert batch.features is None, "draft heads are not split"
             host = batch.host
-            return _packed((FORWARD, pool, num_slots), taps, host.tokens, host.positions, host.slots, host.words,
-                           host.logit_rows, batch.flat_kv_slots, batch.q_indptr, batch.kv_indptr, batch.mask_lens)
+            return _packed((FORWARD, pool, num_slots), taps, batch.q_indptr, batch.kv_indptr, batch.mask_lens,
+                           host.words.view(np.int32), host.tokens, host.positions, host.slots, host.logit_rows,
+                           batch.flat_kv_slots)
         case LogitsOrder(rows):
             return _packed((LOGITS, rows))
         case WarmOrder(pool, num_slots, most_segments):
@@ -94,22 +95,27 @@ def decode_order(message: bytes, device: torch.device) -> Order:
         return LogitsOrder(*fields)
     if kind == WARM:
         return WarmOrder(*fields)
-    (pool, num_slots), (taps, *rows, q_indptr, kv_indptr, mask_lens) = fields, arrays
-    batch = ForwardBatch(HostRows(*rows), tuple(q_indptr.tolist()), tuple(kv_indptr.tolist()),
-                         tuple(kv_indptr[:-1].tolist()), tuple(mask_lens.tolist()), device)
+    (pool, num_slots), (taps, q_indptr, kv_indptr, mask_lens, halves, *rows) = fields, arrays
+    tokens, positions, slots, logit_rows, kv_slots = [part.astype(np.int64) for part in rows]
+    host = HostRows(tokens, positions, slots, halves.copy().view(np.int64), logit_rows, kv_slots)
+    batch = ForwardBatch(host, tuple(q_indptr.tolist()), tuple(kv_indptr.tolist()), tuple(kv_indptr[:-1].tolist()),
+                         tuple(mask_lens.tolist()), device)
     return ForwardOrder(pool, num_slots, tuple(taps.tolist()), batch)
 
 
-def _packed(*arrays: Sequence[int] | NDArray[np.int64]) -> bytes:
+def _packed(*arrays: Sequence[int] | NDArray[np.int64] | NDArray[np.int32]) -> bytes:
     """Their number, the length of each, and the numbers of all."""
     lengths = [len(arrays), *map(len, arrays)]
-    return np.concatenate([np.asarray(part, np.int64) for part in (lengths, *arrays)]).tobytes()
+    return np.concatenate([np.asarray(part, np.int32) for part in (lengths, *arrays)]).tobytes()
 
 
-def _unpacked(message: bytes) -> list[NDArray[np.int64]]:
-    values = np.frombuffer(bytearray(message), np.int64)  # tensors share its memory, so it must not be read-only
-    lengths, numbers = np.split(values[1:], values[:1])
-    return np.split(numbers, lengths[:-1].cumsum())
+def _unpacked(message: bytes) -> list[NDArray[np.int32]]:
+    values = np.frombuffer(message, np.int32)
+    found, at = list[NDArray[np.int32]](), 1 + int(values[0])
+    for length in values[1:at].tolist():
+        found.append(values[at : at + length])
+        at += length
+    return found
 
 
 class Rendezvous:
