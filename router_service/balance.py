@@ -168,7 +168,7 @@ class Targets:
 
     async def aclose(self) -> None:
         """Close those that were discovered."""
-        for backend in self._opened.values():
+        for backend in list(self._opened.values()):  # others may be discovered meanwhile
             await backend.aclose()
 
     def _add(self, address: str, name: str) -> None:

@@ -256,6 +256,19 @@ async def test_a_target_that_is_being_forgotten_gets_no_request() -> None:
     assert len(await sweeping) == 2 and all(target.closed for target in opened.values())
 
 
+async def test_a_target_that_is_found_while_others_are_closed_hinders_no_end() -> None:
+    """Discovery goes on while a router drains."""
+    gone, opened = asyncio.Event(), dict[str, Closing]()
+    targets = Targets({}, lambda address, _: opened.setdefault(address, Closing(gone)))
+    targets.update({"a:1": "", "b:1": ""})
+    closing = asyncio.create_task(targets.aclose())
+    await asyncio.sleep(0)
+    targets.update({"a:1": "", "b:1": "", "c:1": ""})
+    gone.set()
+    await closing
+    assert opened["a:1"].closed and opened["b:1"].closed
+
+
 async def test_a_target_that_is_forgotten_has_no_series_again() -> None:
     """An answer may have waited for room elsewhere for longer than its target was known: each pod left a series."""
     clock, closed, metrics = Clock(), asyncio.Event(), RouterMetrics("tiny")
