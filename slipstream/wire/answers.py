@@ -3,8 +3,8 @@
 Rules:
 1. An encoded item is a frame of one; concatenated frames are a frame of all their items.
 2. The lengths of a request's lists are checked here, before objects are made of them; too long a list raises
-   InvalidRequest naming the field. The backend checks everything else (``requests.ServedModel``). A target's answers
-   are checked too; an invalid one raises RemoteProtocolError.
+   InvalidRequest naming the field. The prompt is bounded by its message; the backend checks its length and everything
+   else (``requests.ServedModel``). A target's answers are checked too; an invalid one raises RemoteProtocolError.
 3. An item with wrong content fails only its own answer (the error is returned with the answer's number); bytes that are
    no frame raise RemoteProtocolError.
 4. Times travel as whole microseconds.
