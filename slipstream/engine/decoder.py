@@ -73,15 +73,16 @@ class Decoder:
             own = placed(layer_shapes(config, prefix))
             return DecoderLayer(LayerWeights.from_tensors(config, own, prefix, split.product), ops)
 
-        self.config, self.dtype, self.device, self._ops = config, dtype, device, ops
+        self.config, self.dtype, self._ops = config, dtype, ops
         own_head = split.head is None and not config.tied_embeddings
         outer = placed((EMBEDDING, NORM, HEAD) if own_head else (EMBEDDING, NORM))
         self._embedding = require_tensor(outer, EMBEDDING, config.vocab_size, config.hidden_size)
+        self.device = self._embedding.device  # with its number, which "cuda" has not
         self._layers = [layer(f"{LAYERS}{i}") for i in range(config.num_layers)]
         self._norms = next_norms(self._layers, require_tensor(outer, NORM, config.hidden_size))
         head = self._embedding if split.head is None else split.head
         self._head = Linear(require_tensor(outer, HEAD, config.vocab_size, config.hidden_size) if own_head else head)
-        self.rope = Rope(config, dtype, device)
+        self.rope = Rope(config, dtype, self.device)
         self.attention = attention or TorchAttention(config, dtype)
 
     @property
