@@ -609,7 +609,7 @@ def test_a_training_that_cannot_go_on_is_refused_before_anything_is_made(simple_
     with pytest.raises(ModelError):  # a model is no head
         make_head(job, Silent())
     identity = identity_of(simple_folder, ModelConfig.from_folder(simple_folder))
-    saved_with = replace(recipe, unroll=2).identity() | identity
+    saved_with = replace(recipe, unroll=2).identity() | {"max_rows": 1024} | identity  # as saved before it was fixed
     save(job.work / "checkpoints-eagle3", 1, Checkpoint({}, {}, {}), saved_with)
     with pytest.raises(ConfigError, match="was trained with another unroll"):
         make_head(job, Silent())

@@ -152,7 +152,8 @@ def _config_of(target: Path) -> ModelConfig:
 
 def _checkpoints(job: Job, target: Mapping[str, Any]) -> tuple[Path, dict[str, Any]]:
     """The folder of the checkpoints, and their identity. target: the target's identity."""
-    return job.work / f"checkpoints-{job.recipe.kind}", {**job.recipe.identity(), **target}
+    identity = {**job.recipe.identity(), "max_rows": MAX_TOKENS, **target}  # the name that older checkpoints have
+    return job.work / f"checkpoints-{job.recipe.kind}", identity
 
 
 def _train(job: Job, config: ModelConfig, target: Mapping[str, Any], shards: Shards,
