@@ -289,7 +289,8 @@ class Balancer:
                 info = await target.backend.info()
         except Exception as error:  # whatever a target does, the others are still polled
             target.missed_polls += 1
-            target.problem = str(error) if isinstance(error, SlipstreamError) else "does not answer"
+            told = str(error) if isinstance(error, SlipstreamError) else ""
+            target.problem = told or "does not answer"
             if target.missed_polls >= self.rules.polls_until_unreachable or target.delisted:
                 target.set_unreachable()
         else:

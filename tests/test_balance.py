@@ -336,6 +336,18 @@ async def test_a_target_with_another_tokenizer_is_asked_by_nobody() -> None:
     assert (len(other.requests), len(same.requests)) == (0, 20)
 
 
+@pytest.mark.parametrize("error", [Unavailable(""), OSError()])
+async def test_a_target_that_does_not_answer_is_not_ready_whatever_its_error_says(error: Exception) -> None:
+    """A server in between may end a call without a word."""
+    target = EchoTarget()
+    b = balancer(target)
+    await b.poll()
+    assert b.ready
+    with patch.object(target, "info", side_effect=error):
+        await b.poll()
+    assert not b.ready
+
+
 async def test_draining_targets_get_nothing() -> None:
     leaving, staying = EchoTarget(), EchoTarget()
     leaving.draining = True
