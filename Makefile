@@ -4,7 +4,7 @@ MODEL := smollm2-135m
 IMAGES := router cpu
 BIN := .venv/bin
 # The first interpreter that runs and is new enough. It is started to check this: the name may be a shim without Python.
-PYTHON = $(shell for name in python3.11 python3.12 python3.13 python3; do \
+PYTHON = $(shell for name in python3.11 python3.12 python3.13 python3.14 python3; do \
 	$$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$name; break; }; done)
 ifeq ($(shell uname),Darwin)
 CACHE := $(HOME)/Library/Caches
