@@ -51,6 +51,8 @@ from tests.pair import target
 from tests.routing import routing
 from tests.test_connections import Lists
 
+pytestmark = pytest.mark.usefixtures("servers_end")
+
 COMMANDS = [(command.name or command.callback.__name__, command.callback.__doc__ or "")
             for each in (app, models_app) for command in each.registered_commands
             if command.callback is not None and not command.hidden]

@@ -44,6 +44,8 @@ from tests.routing import CHAT, COMPLETIONS, HELLO, Routing, events, routing
 from tests.test_moving import balanced, echo_request, read
 from tests.tiny import write_tiny_model
 
+pytestmark = pytest.mark.usefixtures("servers_end")
+
 OTHER = Identity("other", "float32", "none", "echo")
 TOKENS = 120
 

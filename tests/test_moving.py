@@ -31,6 +31,8 @@ from tests.test_fleet import QUICK, timed_target
 from tests.test_timed import text
 from tests_chaos.relay import Relay
 
+pytestmark = pytest.mark.usefixtures("servers_end")
+
 TOKENS = 200
 
 

@@ -31,6 +31,8 @@ from tests.eagle_folder import eagle_config, write_eagle_folder
 from tests.pair import STUBBORN, WIRE, drafting, grpc_link, local_link, target
 from tests.scraped import scraped
 
+pytestmark = pytest.mark.usefixtures("servers_end")
+
 IDENTITY = Identity("of-its-weights", "float32", "none", "of-its-kind")
 TEXT = b"one two three one two three one two three one"
 GROWTH = GrowthSection(num_steps=3, topk=2, num_draft_tokens=6)

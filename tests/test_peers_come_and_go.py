@@ -35,6 +35,8 @@ from tests.loop import eventually
 from tests.test_discovery import kubeconfig
 from tests.test_wire import HELLO, Echo, Target
 
+pytestmark = pytest.mark.usefixtures("servers_end")
+
 WIRE = WireSection()
 RULES = ConnectionRules(backoff_max_s=0.1)
 QUICK = WatchRules(repeat_s=0.05, backoff_min_s=0.01, backoff_max_s=0.05)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from slipstream.base.config import DraftSection, GrowthSection, ModelSection
 from slipstream.client import AsyncClient
 from slipstream.drafting import create
@@ -16,6 +18,8 @@ from slipstream.wire.server import GrpcServer
 from slipstream.wire.target import TargetClient, TargetServicer
 from tests.pair import STUBBORN, WIRE, Rig, drafting, grpc_link, target
 from tests.routing import HELLO, Routing, routing
+
+pytestmark = pytest.mark.usefixtures("servers_end")
 
 
 @dataclass

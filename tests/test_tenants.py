@@ -37,6 +37,8 @@ from tests.opcodes import opcodes
 from tests.pair import WIRE, Rig, target
 from tests.routing import CHAT, COMPLETIONS, HELLO, Routing, routing
 
+pytestmark = pytest.mark.usefixtures("servers_end")
+
 SECRET = "4711"
 LETTER = "The code of the vault, which nobody else may know, is "
 

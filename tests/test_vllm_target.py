@@ -45,6 +45,8 @@ from tests.test_following import SILENT, Heard, chosen, plain
 from tests.test_vllm import OPTIONS, Runner, play
 from tests.test_vllm import drafted as following
 
+pytestmark = pytest.mark.usefixtures("servers_end")
+
 IDENTITY = Identity("of-its-weights", "float32", "none", "of-its-kind")
 PROMPT = tuple(SAID)
 ARGUMENTS = ["model", "tokenizer", "served_model_name", "dtype", "max_num_seqs", "max_model_len", "quantization",
