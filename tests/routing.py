@@ -60,18 +60,19 @@ class Routing:
         return counted
 
 
-RENDERING: dict[str, ChildProcess] = {}
+RENDERING: dict[str, tuple[ChildProcess, bool]] = {}  # with what its first template was told: whether it takes tools
 START = ChatTemplate._start_process
 
 
 def rendering(template: ChatTemplate) -> ChildProcess:
     """The process that renders it, for one router after the other: to start one takes longer than most tests."""
     opening = json.dumps(template._config)
-    if opening not in RENDERING or RENDERING[opening].ended:
-        RENDERING[opening] = START(template)
+    if opening not in RENDERING or RENDERING[opening][0].ended:
+        RENDERING[opening] = START(template), template.takes_tools
         if len(RENDERING) > 4:  # most templates are of one test
             del RENDERING[next(iter(RENDERING))]
-    return RENDERING[opening]
+    process, template.takes_tools = RENDERING[opening]
+    return process
 
 
 @asynccontextmanager
