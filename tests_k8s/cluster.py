@@ -20,7 +20,7 @@ import pytest
 from bench.fleet import free_port
 from tests.api_server import endpoint
 from tests.kube import program
-from tests_k8s.own_server import OwnServer
+from tests_k8s.own_server import LOOPBACK, OwnServer
 
 NOT_OURS = {"events", "bindings", "localsubjectaccessreviews"}  # a cluster's own, or never listed
 PATIENCE_S = 300.0
@@ -122,6 +122,19 @@ class Cluster:
                  "resourceAttributes": {"namespace": namespace, "verb": verb, "group": group, "resource": resource}}
         found = self.post("/apis/authorization.k8s.io/v1/subjectaccessreviews", {"spec": asked})
         return bool(found["status"]["allowed"])
+
+
+@contextlib.contextmanager
+def own_cluster(place: Path, address: str = LOOPBACK) -> Iterator[Cluster]:
+    """An API server of one's own while the block lasts; see ``OwnServer``."""
+    server = OwnServer(place, address)
+    try:
+        server.start()
+        found = Cluster(server.kubeconfig, server)
+        yield found
+        found.close()
+    finally:
+        server.stop()
 
 
 class Slices:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests_k8s.cluster import Cluster
+from tests_k8s.cluster import Cluster, own_cluster
 from tests_k8s.own_server import OwnServer, missing
 
 
@@ -22,14 +22,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         return
     if missing():
         pytest.skip(f"no cluster: {', '.join(missing())} not there; run `make k8s-cluster`, or set KUBECONFIG")
-    server = OwnServer(tmp_path_factory.mktemp("own"))
-    try:
-        server.start()
-        found = Cluster(server.kubeconfig, server)
+    with own_cluster(tmp_path_factory.mktemp("own")) as found:
         yield found
-        found.close()
-    finally:
-        server.stop()
 
 
 @pytest.fixture

@@ -14,10 +14,9 @@ import pytest
 
 from slipstream import __version__
 from tests.kube import CHART, program
-from tests_k8s.cluster import Cluster
+from tests_k8s.cluster import Cluster, own_cluster
 from tests_k8s.containers import bridge, missing, on_containers
 from tests_k8s.fleet import asking
-from tests_k8s.own_server import OwnServer
 from tests_k8s.test_nodes import ROLES, Release
 from tests_k8s.test_release import CPU
 
@@ -35,15 +34,10 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     """An API server that containers reach, with its controllers."""
     if lacking := missing(IMAGES):
         pytest.skip(f"pods in containers need {lacking}")
-    server = OwnServer(tmp_path / "own", bridge())
-    try:
-        server.start()
-        server.start_controllers()
-        found = Cluster(server.kubeconfig, server)
+    with own_cluster(tmp_path / "own", bridge()) as found:
+        assert found.own is not None
+        found.own.start_controllers()
         yield found
-        found.close()
-    finally:
-        server.stop()
 
 
 async def pods(r: Release, role: str) -> list[dict[str, Any]]:
