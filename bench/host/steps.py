@@ -38,7 +38,7 @@ from slipstream.protocol.requests import Sampling
 # (answers, rows of each, tokens that each has)
 PLAIN = (1, 1, 256)
 STEPS = (*((1, rows, 256) for rows in (1, 2, 4, 8, 16, 32, 64)), (4, 1, 256), (16, 1, 256),
-         *((answers, 1, 1024) for answers in (1, 4, 16)))
+         *((answers, 1, 1024) for answers in (1, 4, 16)), (1, 8, 1024), (1, 8, 4096))
 SLOTS = 1 + max(int(answer_slots(*cell).max()) for cell in STEPS)
 
 

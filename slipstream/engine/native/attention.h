@@ -54,9 +54,10 @@ struct Splits {  // how the rows of a forward are divided into blocks and parts,
             if (ops[i].kind == ATTEND) size = std::max(size, partial_floats(ops[i]));
         if (!size) return;
         blocks.clear(), chunks = 0;
+        const int64_t most = ChunkAttention::most_rows(frame.rows, threads);
         for (int64_t row = 0; row < frame.rows; row++) {
             RowBlock* last = blocks.empty() ? nullptr : &blocks.back();
-            if (!last || last->count == BLOCK_ROWS || frame.prefix_begin[row] != frame.prefix_begin[last->row])
+            if (!last || last->count == most || frame.prefix_begin[row] != frame.prefix_begin[last->row])
                 last = &blocks.emplace_back(RowBlock{row, 0, 0});
             last->count++, last->chunks = std::max(last->chunks, chunks_of(num_visible(frame, row)));
             chunks = std::max(chunks, last->chunks);
@@ -102,7 +103,7 @@ void attend_block(const Frame& frame, const RowBlock& block, ChunkAttention& att
     for (int64_t row = block.row, next; row < end; row = next) {
         next = row + 1;
         if (!sees(row)) continue;
-        while (next < end && sees(next) && attention.can_batch(row, next, chunk_index)) next++;
+        while (next < end && sees(next) && can_batch(frame, row, next, chunk_index)) next++;
         attention.attend(row, next - row, chunk_index, partial + (row - block.row) * row_stride, row_stride);
     }
 }
@@ -115,7 +116,7 @@ void attend_part(const Op& op, const Frame& frame, int64_t part, std::vector<flo
     if (int64_t(scratch.size()) < wanted) scratch.resize(wanted);
     float *total = scratch.data() + ChunkAttention::floats(op), *next = total + block.count * size;
     float* partial = range.is_all ? nullptr : splits.partials.data() + block.row * splits.chunks * size;
-    ChunkAttention attention(op, frame, block.row, range, scratch.data());
+    ChunkAttention attention(op, frame, range, scratch.data());
     auto chunks = [&](int64_t r) { return chunks_of(num_visible(frame, block.row + r)); };
     for (int64_t chunk_index = range.begin; chunk_index < range.end; chunk_index++) {
         if (!range.is_all) {

@@ -24,9 +24,7 @@
 
 namespace {
 
-constexpr int BLOCK_ROWS = TILE_ROWS;
-constexpr int NODES = 64;            // of a tree, at most
-constexpr int SPAN = CHUNK + NODES;  // entries of a chunk that any row of a block sees, at most
+static_assert(BLOCK_ROWS == TILE_ROWS);
 constexpr int TILE_BYTES = 64 * TILE_ROWS;
 
 // TILE_DEPTH columns of TILE_ROWS keys as a tile of weights: each line has one pair of columns, a word for each key.
@@ -147,15 +145,14 @@ class ChunkAttention {
             float *row = scores + c * SPAN, *head = q.partial + c * q.row_stride;
             const int64_t seen = q.seen[c * q.step];
             for (int64_t i = 0; i < seen; i += LANES) store(row + i, load(row + i) * scale);
-            head[size + 1] = softmax_weights(row, seen, head[size]);
-            int64_t i = 0;
-            for (; i < seen; i += LANES) {
-                Floats v = load(row + i);
-                Words above = to_bf16(v);
+            head[size + 1] = softmax_weights(row, seen, head[size], [&](int64_t i, Floats weight) {
+                Words above = to_bf16(weight);
                 Shorts one = __builtin_convertvector(above, Shorts);
                 memcpy(high + i, &one, sizeof one);
-                store_bf16(low + i, v - (Floats)(above << 16));
-            }
+                store_bf16(low + i, weight - (Floats)(above << 16));
+                return weight;
+            });
+            int64_t i = (seen + LANES - 1) / LANES * LANES;
             for (; i < count; i += LANES) memset(high + i, 0, 2 * LANES), memset(low + i, 0, 2 * LANES);
         }
         flush_writes();
@@ -229,41 +226,9 @@ class ChunkAttention {
         weighted_values(q.partial, q.row_stride, high, low, CHUNK, values, count, false);
     }
 
-    // What the rows of a tree see of a chunk that not all of them see whole.
-    struct Nodes {
-        const bf16* entries[SPAN + LANES];  // those that all rows see, then nodes that any row sees, then padding
-        int64_t shared, count;              // number of those that all see; and of all with padding
-        int64_t seen[TILE_ROWS];
-        uint8_t own[TILE_ROWS][NODES];  // by row: the nodes it sees after the shared entries
-
-        Nodes(const Op& op, const Frame& frame, int64_t row, int64_t rows, int64_t chunk_index) {
-            const int64_t stride = 2 * int64_t(op.kv_heads) * op.head_dim, before = frame.prefix_len[row] - chunk_index * CHUNK;
-            const bf16* kv = frame.kv + op.layer * frame.layer_stride;
-            const int64_t *slots = frame.kv_slots + frame.prefix_begin[row] + chunk_index * CHUNK, *tree = frame.kv_slots
-                    + frame.tree_begin[row];
-            uint64_t any = 0;
-            uint8_t node_index[NODES];
-            shared = count = std::max<int64_t>(before, 0);
-            for (int64_t i = 0; i < shared; i++) entries[i] = kv + slots[i] * stride;
-            for (int64_t r = row; r < row + rows; r++) any |= frame.words[r];
-            for (uint64_t word = any; word; word &= word - 1) {
-                const int node = __builtin_ctzll(word);
-                node_index[node] = uint8_t(count - shared), entries[count++] = kv + tree[node] * stride;
-            }
-            for (int64_t r = 0; r < rows; r++) {
-                int64_t place = before;
-                for (uint64_t word = frame.words[row + r]; word && place < CHUNK; word &= word - 1, place++)
-                    if (place >= 0) own[r][place - shared] = node_index[__builtin_ctzll(word)];
-                seen[r] = place;
-            }
-            const bf16* last = entries[count - 1];
-            for (; count % TILE_DEPTH; count++) entries[count] = last;
-        }
-    };
-
     // The partial results of rows of a tree, which are at least as many as heads that share a KV head.
     void attend_nodes(int64_t row, int64_t rows, int64_t chunk_index, float* partial, int64_t row_stride) {
-        const Nodes nodes(op, frame, row, rows, chunk_index);
+        const SeenEntries nodes(op, frame, row, rows, chunk_index, TILE_DEPTH);
         const int64_t group = op.heads / op.kv_heads, entry = size + 2, width = op.kv_heads * size;
         const int64_t common = nodes.shared / TILE_DEPTH * TILE_DEPTH, block = TILE_ROWS * CHUNK;
         const bf16* in = (const bf16*)op.in + row * op.in_stride;
@@ -280,7 +245,7 @@ class ChunkAttention {
                     const Queries q = {in + (begin + h) * size, rows, op.in_stride, partial + (begin + h) * entry, row_stride,
                             nodes.seen, 1};
                     score_keys(q, nodes.count);
-                    for (int64_t r = 0; r < rows; r++) gather_own_scores(nodes, r);
+                    for (int64_t r = 0; r < rows; r++) nodes.gather_own_scores(r, scores + r * SPAN);
                     softmax_rows(q, std::min<int64_t>(nodes.count, CHUNK), high + h * block, low + h * block);
                     weighted_values(q.partial, row_stride, high + h * block, low + h * block, CHUNK, values, common, false);
                 }
@@ -295,38 +260,29 @@ class ChunkAttention {
         }
     }
 
-    // Moves the scores of the nodes that a row sees behind the shared ones, in the row's order.
-    void gather_own_scores(const Nodes& nodes, int64_t r) {
-        float *row = scores + r * SPAN + nodes.shared, found[NODES];
-        const int64_t count = nodes.seen[r] - nodes.shared;
-        for (int64_t i = 0; i < count; i++) found[i] = row[nodes.own[r][i]];
-        for (int64_t i = 0; i < count; i++) row[i] = found[i];
-    }
-
     // Packs the values that a row sees from entry `common` on. Returns their number with padding.
-    int64_t pack_own_values(const Nodes& nodes, int64_t r, int64_t common, int64_t column, uint8_t* own) {
+    int64_t pack_own_values(const SeenEntries& nodes, int64_t r, int64_t common, int64_t column, uint8_t* own) {
         const bf16* entries[CHUNK + NODES];
         int64_t count = 0;
         for (int64_t i = common; i < nodes.seen[r]; i++)
-            entries[count++] = nodes.entries[i < nodes.shared ? i : nodes.shared + nodes.own[r][i - nodes.shared]];
+            entries[count++] = nodes.at(r, i);
         for (; count % TILE_DEPTH; count++) entries[count] = entries[count - 1];
         for (int64_t i = 0; i < count; i += 2) pack_values(entries, i, column, own);
         flush_writes();
         return count;
     }
 
-    // Whether the row's tree mask plays no part in this chunk.
-    bool sees_whole_chunk(int64_t row, int64_t chunk_index) const { return !frame.words[row]
-            || frame.prefix_len[row] >= (chunk_index + 1) * CHUNK; }
-
   public:
+    // How many rows a block may have.
+    static int64_t most_rows(int64_t, int) { return BLOCK_ROWS; }
+
     // Floats of scratch memory that it needs.
     static int64_t floats(const Op& op) {
         const int64_t heads = std::min(TILE_ROWS, op.heads / op.kv_heads);
         return (SPAN + CHUNK) / 2 * op.head_dim + TILE_ROWS * SPAN + heads * TILE_ROWS * CHUNK + LANES;
     }
 
-    ChunkAttention(const Op& op, const Frame& frame, int64_t, ChunkRange range, float* scratch)
+    ChunkAttention(const Op& op, const Frame& frame, ChunkRange range, float* scratch)
         : op(op), frame(frame), range(range), size(op.head_dim), deep(op.head_dim / TILE_DEPTH) {
         keys = (uint8_t*)((uintptr_t(scratch) + 63) / 64 * 64), values = keys + 2 * SPAN * size;
         scores = (float*)(values + 2 * CHUNK * size);
@@ -334,17 +290,10 @@ class ChunkAttention {
                 + std::min<int64_t>(TILE_ROWS, op.heads / op.kv_heads) * TILE_ROWS * CHUNK;
     }
 
-    // Whether two rows read a chunk together: neither sees it through its tree mask, or they are nodes of one tree.
-    bool can_batch(int64_t row, int64_t other, int64_t chunk_index) const {
-        if (sees_whole_chunk(row, chunk_index)) return sees_whole_chunk(other, chunk_index);
-        return frame.words[other] && frame.tree_begin[row] == frame.tree_begin[other]
-                && frame.prefix_len[row] == frame.prefix_len[other];
-    }
-
     // The partial results of rows from `row` on for a chunk. partial: of the first; row_stride: floats from row to row.
     void attend(int64_t row, int64_t count, int64_t chunk_index, float* partial, int64_t row_stride) {
         const int64_t group = op.heads / op.kv_heads;
-        if (count > 1 && !sees_whole_chunk(row, chunk_index)) {
+        if (count > 1 && !sees_whole_chunk(frame, row, chunk_index)) {
             if (count >= group) return attend_nodes(row, count, chunk_index, partial, row_stride);
             for (int64_t r = 0; r < count; r++) attend(row + r, 1, chunk_index, partial + r * row_stride, row_stride);
             return;

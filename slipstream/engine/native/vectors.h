@@ -229,6 +229,31 @@ inline Floats fold_add(Floats a, Floats b, std::integer_sequence<int, I...>) {
            __builtin_shufflevector(a, b, (I & S ? LANES + (I ^ S) : I ^ S)...);
 }
 
+// Lanes with bit S of `a` and lanes without it of `b` change places.
+template <int S, int... I>
+inline void swap_lanes(Words& a, Words& b, std::integer_sequence<int, I...>) {
+#if defined(__AVX512F__)
+    constexpr uint16_t with = S == 1 ? 0xaaaa : S == 2 ? 0xcccc : S == 4 ? 0xf0f0 : 0xff00, without = uint16_t(~with);
+    constexpr auto NEAR = _MM_PERM_ENUM(S == 1 ? 0xb1 : 0x4e);
+    const __m512i x = (__m512i)a, y = (__m512i)b;
+    if constexpr (S <= 2)
+        a = (Words)_mm512_mask_shuffle_epi32(x, with, y, NEAR), b = (Words)_mm512_mask_shuffle_epi32(y, without, x, NEAR);
+    else
+        a = (Words)_mm512_mask_shuffle_i32x4(x, with, y, y, S == 4 ? 0xb1 : 0x4e),
+        b = (Words)_mm512_mask_shuffle_i32x4(y, without, x, x, S == 4 ? 0xb1 : 0x4e);
+#else
+    const Words first = __builtin_shufflevector(a, b, (I & S ? LANES + (I ^ S) : I)...);
+    b = __builtin_shufflevector(a, b, (I & S ? LANES + I : I ^ S)...), a = first;
+#endif
+}
+
+template <int S = 1>
+inline void transpose(Words (&v)[LANES]) {
+    for (int i = 0; i < LANES; i++)
+        if (!(i & S)) swap_lanes<S>(v[i], v[i + S], std::make_integer_sequence<int, LANES>());
+    if constexpr (2 * S < LANES) transpose<2 * S>(v);
+}
+
 inline Floats maximum(Floats a, Floats b) {  // b's where one is NaN
 #if defined(__AVX512F__)
     return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
