@@ -86,7 +86,8 @@ async def load(address: str) -> None:
 
 
 def asked(expression: str) -> str:
-    return (expression.replace("$__rate_interval", INTERVAL).replace("$namespace", ".*").replace("$model", ".*"))
+    expression = expression.replace("$__rate_interval", INTERVAL)
+    return re.sub(r"\$(namespace|release|model)", ".*", expression)
 
 
 def test_what_is_named_is_scraped(run: Run) -> None:
