@@ -10,8 +10,8 @@ import torch
 from draft_service.worker import CPU, DraftWorker
 from slipstream.base.config import Config
 from slipstream.drafting import Drafter, create
+from slipstream.engine.device import cores
 from slipstream.engine.model import device_of
-from slipstream.engine.runner import cores
 from slipstream.models.folder import made_for, resolve, resolve_draft_section, tokenizer_hash
 from slipstream.observe.log import logger
 from slipstream.observe.spans import spans_of

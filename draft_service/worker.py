@@ -50,7 +50,7 @@ import torch
 from slipstream.base.errors import RemoteProtocolError, SlipstreamError
 from slipstream.drafting import Drafter
 from slipstream.drafting.tree import GrowingTree
-from slipstream.engine.runner import own_stream, threads
+from slipstream.engine.device import own_stream, threads
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import DraftMetrics
 from slipstream.observe.spans import Span, Spans

@@ -15,13 +15,14 @@ import torch
 from slipstream.base.config import Config, TargetSection
 from slipstream.base.errors import ConfigError, ModelError
 from slipstream.decision.beliefs import StepCosts
+from slipstream.engine.device import TYPICAL_CONTEXT, Memory, cores, default_slots
 from slipstream.engine.graphs import GraphedDecoder
 from slipstream.engine.loading import graphed, identity_of, load_model
 from slipstream.engine.model import CausalModel
 from slipstream.engine.native.decoder import NativeDecoder
 from slipstream.engine.ops.races import race_for
 from slipstream.engine.ranks import RankedModel, ranked_model
-from slipstream.engine.runner import PROFILE_CONTEXT, TYPICAL_CONTEXT, Memory, ModelRunner, cores, default_slots
+from slipstream.engine.runner import PROFILE_CONTEXT, ModelRunner
 from slipstream.grammar.compiling import Vocabulary
 from slipstream.grammar.trial import TARGET_CPU_S, Grammars, Trial
 from slipstream.models.folder import folder_name, load_tokenizer, resolve, tokenizer_hash, unchanged, weights_hash

@@ -24,7 +24,8 @@ import torch
 from slipstream.base.config import TargetSection
 from slipstream.base.errors import DeviceFull, Draining, InvalidRequest, RanksLost, Unavailable, first_line
 from slipstream.decision.beliefs import StepCosts
-from slipstream.engine.runner import ModelRunner, device_works, threads
+from slipstream.engine.device import device_works, threads
+from slipstream.engine.runner import ModelRunner
 from slipstream.following.followed import LOOKED_UP, RoundRecord, Step, Verified
 from slipstream.following.following import Following
 from slipstream.observe.log import logger

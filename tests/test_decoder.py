@@ -23,11 +23,12 @@ from slipstream.drafting.heads.target_checkpoint import TargetCheckpoint
 from slipstream.engine.attention import TorchAttention
 from slipstream.engine.batch import BatchBuilder, rows_batch
 from slipstream.engine.decoder import Decoder, Split
+from slipstream.engine.device import cores, default_slots, limited_memory
 from slipstream.engine.kv import KVPool
 from slipstream.engine.loading import load_model
 from slipstream.engine.model import ModelConfig, dtype_of, load_tensors, parse_config
 from slipstream.engine.ops.layer import TORCH, DecoderLayer, LayerWeights, Linear, Rope, Step, linear, rms_norm
-from slipstream.engine.runner import ModelRunner, cores, default_slots, limited_memory
+from slipstream.engine.runner import ModelRunner
 from slipstream.models.folder import load_tokenizer
 from tests.sequences import NOTHING, run, run_tree
 from tests.tiny import EOS, KINDS, VOCAB, store_as_the_head, tiny_config, tiny_tensors, write_tiny_model

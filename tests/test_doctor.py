@@ -106,14 +106,14 @@ def test_a_model_folder_is_fine(tiny_folder: Path) -> None:
 
 def test_what_a_container_has_used_is_not_free(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its limit alone was taken for free memory."""
-    monkeypatch.setattr("slipstream.engine.runner.limited_memory", lambda: (1 << 30, 1 << 32))
+    monkeypatch.setattr("slipstream.engine.device.limited_memory", lambda: (1 << 30, 1 << 32))
     (memory,) = found("memory", Config.model_validate({"model": {"path": str(tiny_folder)}}))
     assert (memory.status, memory.found) == ("warn", "1.0 of 4.0 GiB are free") and "target.slots" in memory.advice
 
 
 def test_memory_is_compared_with_what_the_model_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """4 GiB were enough for any model, and the start of one with 8 billion weights was killed by the system."""
-    monkeypatch.setattr("slipstream.engine.runner.limited_memory", lambda: (4 << 30, 1 << 40))
+    monkeypatch.setattr("slipstream.engine.device.limited_memory", lambda: (4 << 30, 1 << 40))
     head = json.dumps({"w": {"dtype": "F32", "shape": [2 << 30], "data_offsets": [0, 8 << 30]}}).encode()
     (tmp_path / "config.json").write_text("{}")
     with (tmp_path / "model.safetensors").open("wb") as file:  # mostly a hole, which takes no disk

@@ -20,7 +20,7 @@ from draft_service.worker import DraftWorker
 from slipstream.base.config import Config, DraftSection, ModelSection
 from slipstream.base.errors import CapacityError, PairingError, RemoteProtocolError
 from slipstream.drafting.ngram import NgramDrafter
-from slipstream.engine.runner import threads
+from slipstream.engine.device import threads
 from slipstream.protocol.messages import (
     PROTOCOL_VERSION,
     Close,

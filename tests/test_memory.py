@@ -20,11 +20,11 @@ from slipstream.engine import ranks
 from slipstream.engine.attention import TorchAttention, plan_attention, plan_pages
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.decoder import Decoder
+from slipstream.engine.device import Memory, default_slots, kv_bytes, slot_bytes, step_bytes
 from slipstream.engine.graphs import GraphedDecoder, capture_eager
 from slipstream.engine.loading import load_model
 from slipstream.engine.model import ModelConfig
 from slipstream.engine.orders import Group
-from slipstream.engine.runner import Memory, default_slots, kv_bytes, slot_bytes, step_bytes
 from slipstream.models.folder import resolve, resolve_draft_section
 from slipstream.observe.log import refuse_private
 from target_service.assembly import gathers, slots_for

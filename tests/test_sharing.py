@@ -18,9 +18,10 @@ from slipstream.base.errors import Unavailable
 from slipstream.decision.beliefs import StepCosts
 from slipstream.engine import kv
 from slipstream.engine.batch import BatchBuilder
+from slipstream.engine.device import device_works
 from slipstream.engine.kv import RadixCache
 from slipstream.engine.loading import load_model
-from slipstream.engine.runner import ModelRunner, device_works
+from slipstream.engine.runner import ModelRunner
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.protocol.requests import Piece, Request, Sampling
 from target_service.loop import TargetWorker

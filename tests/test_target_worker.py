@@ -20,9 +20,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from slipstream.base.config import ModelSection, PolicySection, TargetSection
 from slipstream.base.errors import Draining
 from slipstream.decision.beliefs import StepCosts
+from slipstream.engine.device import threads
 from slipstream.engine.hf import HFModel
 from slipstream.engine.loading import load_model
-from slipstream.engine.runner import ModelRunner, threads
+from slipstream.engine.runner import ModelRunner
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.spans import Spans, Value
 from slipstream.protocol.messages import PROTOCOL_VERSION, Close, Commit, DraftBound, DraftHello, Growth, Open

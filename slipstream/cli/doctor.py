@@ -159,7 +159,7 @@ def _kernels(_: Config) -> Iterator[Check]:
 def _memory(config: Config) -> Iterator[Check]:
     import torch
 
-    from slipstream.engine.runner import free_memory
+    from slipstream.engine.device import free_memory
 
     free, total = free_memory(torch.device("cpu"))
     found = f"{free / GIB:.1f} of {total / GIB:.1f} GiB are free"

@@ -28,11 +28,12 @@ from slipstream.drafting.network import run_network
 from slipstream.drafting.neural import NeuralDrafter
 from slipstream.drafting.records import ROWS, Record, record, slots_for
 from slipstream.drafting.rounds import Measured, Sweep, largest, shapes, slots_needed, sweep
+from slipstream.engine.device import cores
 from slipstream.engine.graphs import GraphedDecoder
 from slipstream.engine.loading import graphed, load_model
 from slipstream.engine.native.decoder import NativeDecoder
 from slipstream.engine.ops.races import race_for
-from slipstream.engine.runner import ModelRunner, cores
+from slipstream.engine.runner import ModelRunner
 from slipstream.models.folder import resolve, resolve_draft_section, tokenizer_hash
 from slipstream.observe.log import configure
 from slipstream.simulate.apart import Compared, compared, timing_of

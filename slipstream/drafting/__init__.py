@@ -105,7 +105,7 @@ def create(section: DraftSection, model: ModelSection, num_slots: int = 0) -> Dr
     if section.token_map and section.drafter in NO_TOKEN_MAP:
         raise ConfigError(f"draft.token_map: {NO_TOKEN_MAP[section.drafter]}; leave it out")
     if section.drafter == "ngram":
-        from slipstream.engine.runner import limited_memory
+        from slipstream.engine.device import limited_memory
 
         return NgramDrafter(section.max_sessions, free_bytes=lambda: (limited_memory() or (None, None))[0])
     if not section.model and section.drafter != "mtp":

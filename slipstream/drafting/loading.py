@@ -27,6 +27,7 @@ from slipstream.drafting.network import Network, run_network, some_tokens
 from slipstream.drafting.neural import NeuralDrafter, TreeBackend
 from slipstream.drafting.standalone import AT_ONCE, Masks, StandaloneNetwork
 from slipstream.drafting.token_map import load_token_map
+from slipstream.engine.device import cores, default_slots, free_memory, kv_bytes
 from slipstream.engine.flashinfer import FlashInferAttention
 from slipstream.engine.fp8 import check_fp8, into_fp8
 from slipstream.engine.graphs import CudaCapture
@@ -37,7 +38,7 @@ from slipstream.engine.ops.compiled import compiled
 from slipstream.engine.ops.fused import operations_for, rounding_for
 from slipstream.engine.ops.layer import TORCH, LayerOps, Linear, layer_shapes
 from slipstream.engine.ops.races import race_for
-from slipstream.engine.runner import ModelRunner, cores, default_slots, free_memory, kv_bytes
+from slipstream.engine.runner import ModelRunner
 from slipstream.models.folder import read_json, resolve, tokenizer_size
 from slipstream.observe.log import logger
 

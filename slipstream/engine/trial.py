@@ -25,9 +25,9 @@ import torch
 
 from slipstream.base.errors import ModelError, first_line
 from slipstream.engine.batch import BatchBuilder
+from slipstream.engine.device import threads
 from slipstream.engine.kv import KVPool
 from slipstream.engine.model import CausalModel
-from slipstream.engine.runner import threads
 from slipstream.protocol.tree import MAX_NODES, DraftTree
 
 # Upper bounds of configuration fields in a copy. A field matches by its last words: moe_intermediate_size, too.

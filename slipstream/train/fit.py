@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 
 from slipstream.base.errors import ConfigError
-from slipstream.engine.runner import threads
+from slipstream.engine.device import threads
 from slipstream.train.anchors import Blocks, block_loss, blocks_of
 from slipstream.train.checkpoint import Checkpoint
 from slipstream.train.data_parallel import StepResult, WorkerGroup

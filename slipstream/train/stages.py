@@ -25,9 +25,9 @@ from slipstream.base.errors import ConfigError
 from slipstream.drafting.heads.block_checkpoint import BlockHead, read_block_head
 from slipstream.drafting.heads.checkpoint import EagleHead, read_head
 from slipstream.drafting.rounds import Acceptance
+from slipstream.engine.device import threads
 from slipstream.engine.int8 import holds_int8, with_embedding
 from slipstream.engine.model import FAMILIES, ModelConfig, device_of, dtype_of, load_tensors, text_of
-from slipstream.engine.runner import threads
 from slipstream.models.folder import read_json, weights_hash
 from slipstream.train.block_head import BLOCK, mask_token, warm_block_head
 from slipstream.train.card import card
