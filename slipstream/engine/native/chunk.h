@@ -123,23 +123,6 @@ void prefetch(const bf16* columns, int size) {
     for (int line = 0; line < size; line += 32) __builtin_prefetch(columns + line, 0, 1);
 }
 
-// Prefetches the next chunk, whole entries in the order of memory: each KV head prefetches its share, a part of an entry with
-// each entry that it reads.
-class NextChunkPrefetch {
-    const Chunk* chunk;  // null: nothing to prefetch
-    int64_t entry = 0, part = 0;
-
-  public:
-    NextChunkPrefetch(const Op& op, const Chunk* chunk, int64_t kv_head) : chunk(chunk) {
-        if (chunk) entry = kv_head * CHUNK / op.kv_heads, part = kv_head * CHUNK % op.kv_heads;
-    }
-    void prefetch_some(const Op& op) {
-        if (!chunk) return;
-        prefetch(chunk->entries[entry] + part * 2 * op.head_dim, 2 * op.head_dim);
-        if (++part == op.kv_heads) part = 0, entry++;
-    }
-};
-
 // Gives `keep` the weights e^(score - top), a vector of them at a time; top: the greatest. Returns the sum of what it returns.
 template <class Keep>
 float softmax_weights(float* scores, int64_t count, float& top, Keep keep) {

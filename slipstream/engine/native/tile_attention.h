@@ -55,6 +55,23 @@ inline void interleave_values(const bf16* one, const bf16* other, uint8_t* first
     _mm512_storeu_si512(second, _mm512_unpackhi_epi16(a, b));
 }
 
+// Prefetches the next chunk, whole entries in the order of memory: each KV head prefetches its share, a part of an entry with
+// each entry that it reads.
+class NextChunkPrefetch {
+    const Chunk* chunk;  // null: nothing to prefetch
+    int64_t entry = 0, part = 0;
+
+  public:
+    NextChunkPrefetch(const Op& op, const Chunk* chunk, int64_t kv_head) : chunk(chunk) {
+        if (chunk) entry = kv_head * CHUNK / op.kv_heads, part = kv_head * CHUNK % op.kv_heads;
+    }
+    void prefetch_some(const Op& op) {
+        if (!chunk) return;
+        prefetch(chunk->entries[entry] + part * 2 * op.head_dim, 2 * op.head_dim);
+        if (++part == op.kv_heads) part = 0, entry++;
+    }
+};
+
 // Queries that are the rows of a tile: rows of one head, or heads of one row.
 struct Queries {
     const bf16* first;

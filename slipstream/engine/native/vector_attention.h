@@ -26,7 +26,7 @@ constexpr int MAX_QUERIES = LANES == 16 ? 6 : 4;    // queries that are computed
 constexpr int MAX_BY_ENTRY = 4;                     // the same, by entry
 constexpr bool CAN_TRANSPOSE = LANES == 16;         // with fewer registers and shorter vectors it takes longer
 constexpr int MIN_BY_COLUMN = 6;                    // queries of a KV head
-constexpr int LONG_CHUNKS = 4;                      // if one thread reads a row of more chunks, it prefetches a whole chunk ahead
+constexpr int LONG_CHUNKS = 4;                      // a row that sees more chunks waits for memory
 constexpr int PAIRS_TOGETHER = LANES == 4 ? 1 : 2;  // pairs of vectors of a value computed together: as registers allow
 
 // A query in the form that keys are multiplied with: unchanged where bfloat16 pairs are multiplied, else widened, for each two
@@ -96,11 +96,10 @@ void score_columns(const float* numbers, const Words* keys, int64_t size, Floats
     for (int q = 0; q < Q; q++) store(scores + q * SPAN, sums[q] * scale);
 }
 
-// How values are summed. `Sums<Q>` are those of Q queries for two vectors of columns of a value.
+// How values are summed: entries whose values are added together, and what a vector of them or of their weights is.
 #if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
-constexpr int TOGETHER = 2;  // entries whose values are added together
+constexpr int TOGETHER = 2;
 
-// Two vectors of values, of one entry or of two, interleaved.
 struct Values { Words first, second; };
 inline Values load_values(const bf16* one, const bf16* other) {
     const __m512i a = (__m512i)load_words(one), b = (__m512i)load_words(other);
@@ -149,7 +148,8 @@ inline void write_columns(const float* partial, Floats factor, bf16* out) {
 // Weighted sums of the values of the first `count` entries (a multiple of TOGETHER) for Q queries, W pairs of vectors from `column`
 // of an entry on, which are `to` of a partial result.
 template <int Q, int W>
-void weighted_values(const Query* queries, const float* scores, const bf16* const* entries, int64_t count, int64_t column, int64_t to) {
+void weighted_values(const Query* queries, const float* scores, const bf16* const* entries, int64_t count, int64_t column,
+                     int64_t to) {
     Floats first[Q][W] = {}, second[Q][W] = {};
     for (int64_t i = 0; i < count; i += TOGETHER)
         for (int w = 0; w < W; w++) {
@@ -289,7 +289,7 @@ class ChunkAttention {
         if constexpr (CAN_TRANSPOSE)
             if (head.by_column) score_by_column<Q>(head);
         if constexpr (Q <= MAX_BY_ENTRY) {
-            // A long row waits for memory, and waits longer if its loop runs ahead of what was prefetched.
+            // It waits longer if its loop runs ahead of what was prefetched, so a long row gets the slower loop.
             if (!head.by_column && size == 64 && !head.is_long) score_by_entry<Q, 64>(head, is_first);
             else if (!head.by_column) score_by_entry<Q, 0>(head, is_first);
         }
