@@ -35,7 +35,7 @@ from slipstream.wire.servicer import DraftServicer
 from slipstream.wire.target import TargetClient
 from tests_vllm.running import MODEL, Server, quiet
 
-CHAIN, TOKENS = 4, 480
+CHAIN, TOKENS = 4, 900  # a probe may wait as long as it took to pay for it: ten seconds of plain steps
 BAD_FROM, GOOD_FROM = 60, 180
 SLOW_S = 0.2  # a draft that is wrong costs a CPU next to nothing, one that is late costs what it is waited for
 pytestmark = pytest.mark.timeout(900)
