@@ -359,6 +359,22 @@ async def test_kimis_models_read_calls_by_ids_of_their_own_form(tmp_path: Path, 
                                "[functions.now:2;]")
 
 
+async def test_kimis_models_find_the_calls_of_results_where_a_template_makes_ids_for_calls_alone(
+        tmp_path: Path, tiny_folder: Path) -> None:
+    """Their older ones. A result that came with a client's id belonged to no call."""
+    folder = with_template(
+        "{{ tools if tools }}{% for m in messages %}[{% if m.tool_calls %}<|tool_calls_section_begin|>"
+        "{% for c in m.tool_calls %}functions.{{ c.function.name }}:{{ loop.index0 }}{{ c.function.arguments }}"
+        "{% endfor %}{% endif %}{{ m.content }}{{ ' of ' + m.tool_call_id if m.tool_call_id }}]{% endfor %}",
+        tiny_folder, tmp_path / "kimi")
+    call = {"id": "call_1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    past: Any = [{"role": "assistant", "content": "", "tool_calls": [call]},
+                 {"role": "tool", "tool_call_id": "call_1", "content": "x"}]
+    async with routing(folder, target := EchoTarget()) as r:
+        assert (await r.post(CHAT, messages=[*HELLO, *past])).status_code == 200
+        assert target.prompt.endswith("functions.now:0{}][x of functions.now:0]")
+
+
 async def test_results_are_one_turn_where_turns_alternate(tmp_path: Path, tiny_folder: Path) -> None:
     """As Gemma's and older templates of Mistral's insist on. Those of several calls, and what a user says with them."""
     folder = with_template(

@@ -22,11 +22,11 @@ class Section:
     end: str
 
 
+KIMI = Section("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>",
+               "<|tool_call_end|>", "<|tool_calls_section_end|>")
 SECTIONS = (
     Section("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
-            "<｜tool▁calls▁end｜>"),
-    Section("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>",
-            "<|tool_calls_section_end|>"))
+            "<｜tool▁calls▁end｜>"), KIMI)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from router_service.text.marks import GRANITE, HERMES
+from router_service.text.marks import GRANITE, HERMES, KIMI
 from router_service.text.rewritings import (
     Messages,
     Rewriting,
@@ -62,6 +62,9 @@ class Omission:
 def omissions(source: str) -> tuple[Omission, ...]:
     """What the template ``source`` may omit, in the order in which it is to be tried."""
     users, systems, both = (USER["content"],), (SYSTEM["content"],), (SYSTEM["content"], LATER["content"])
+    # Older templates of Kimi's make the ids of calls themselves, but of a result they write the one that it came with.
+    turns = (USER, CALL, RESULT, _calls("otherscall"), {**RESULT, "tool_call_id": "otherscall"})
+    kimis = (Omission(names_in_call_ids, turns, ("functions.forecast:1",)),) if KIMI.begin in source else ()
     in_content = partial(calls_in_content, marks=[mark for mark in CALL_MARKS if mark in source])
     return (
         Omission(texts_as_parts, (USER,), users),
@@ -72,7 +75,7 @@ def omissions(source: str) -> tuple[Omission, ...]:
         Omission(later_system_as_user, (SYSTEM, USER, ASSISTANT, LATER, USER), both),
         Omission(later_system_as_user, (SYSTEM, USER, ASSISTANT, USER, LATER), both),
         Omission(in_content, (USER, CALL), ("theircall",)),
-        Omission(names_in_call_ids, (USER, CALL), ("forecast",)),
+        Omission(names_in_call_ids, (USER, CALL), ("forecast",)), *kimis,
         Omission(one_call_per_message, (USER, _calls("theircall", "otherscall")), ("theircall", "otherscall")),
         Omission(results_as_user, (USER, CALL, RESULT), (RESULT["content"],)),
         Omission(partial(system_in_last_user, last_role="assistant"), (SYSTEM, USER, CALL), systems),

@@ -95,8 +95,8 @@ def arguments_as_text(turns: Messages) -> Messages:
 
 
 def names_in_call_ids(messages: Messages) -> Messages:
-    """For Kimi's templates, which write a call's id and not its name: ids as these models write them. After others they
-    write calls that cannot be read."""
+    """For Kimi's templates, which write a call's id and not its name, or of a result its call's id: ids as these models
+    write them. After others they write calls that cannot be read."""
     ids, count, rewritten = dict[Any, str](), 0, list[Mapping[str, Any]]()
     for message in messages:
         calls = []
