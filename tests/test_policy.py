@@ -628,6 +628,20 @@ def test_an_answer_that_ends_in_its_probe_leaves_what_it_has_not_lost() -> None:
     assert beliefs.budget.left_s == pytest.approx(0.6)
 
 
+def test_a_probe_that_wins_back_the_wait_for_its_drafter_costs_nothing() -> None:
+    policy, beliefs = policy_of(PROFILE)
+    beliefs.budget.left_s = 0.6
+    policy.forbid(0.0)
+    policy.allow(now_s := 0.1)
+    for exchange_s in (0.1, *[0.004] * 7):
+        nodes = decided(policy).verify
+        now_s += 0.021 + exchange_s
+        policy.observe(now_s, Round(nodes, 3, 3, 0.021, exchange_s, 1 + nodes, exchange_s=exchange_s,
+                                    first_exchange=exchange_s == 0.1))
+    assert policy.mode is Mode.SPECULATE
+    assert beliefs.budget.left_s >= 0.6, "what the probe may lose is put back whole"
+
+
 def answered_by(beliefs: Beliefs, now_s: float, exchange_s: float, rounds: int = 150) -> tuple[float, int]:
     """One answer alone on shared cores, whose exchanges take so long. Returns when it ends, and its drafted rounds."""
     policy, followed, drafted = SpeculationPolicy(CONFIG, beliefs, now_s), False, 0

@@ -67,15 +67,16 @@ OVERLOAD_S = 0.1  # between two looks whether an overload is over
 class Probe:
     """One try at speculation while it is off."""
 
-    granted_s: float  # what it may lose; since the drafter first spoke, what it may lose from then on
+    granted_s: float  # what it may lose
     last_round_s: float  # when the latest round was over
     ledger: Ledger = field(default_factory=Ledger)  # since the drafter first spoke
     answered: bool = False
     silent_s: float = 0.0  # of rounds, until it spoke
+    restart_s: float = 0.0  # what was lost until then: the price of the restart, not of the rounds
 
     @property
     def left_s(self) -> float:
-        return self.granted_s - self.ledger.loss_s
+        return self.granted_s - self.restart_s - self.ledger.loss_s
 
     def add(self, now_s: float, earned_s: float, spent_s: float, round_: Round, answered: bool) -> None:
         """Count a round that asked for drafts."""
@@ -85,7 +86,7 @@ class Probe:
             self.last_round_s = now_s
         if answered and not self.answered:
             self.answered = True
-            self.granted_s -= self.ledger.loss_s + round_.wait_s  # the price of the restart, not of the rounds
+            self.restart_s = self.ledger.loss_s + round_.wait_s
             self.ledger = Ledger()
             self.ledger.add(earned_s, spent_s - round_.wait_s, 0.0, round_.drafted > 0)
         else:
