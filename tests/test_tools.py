@@ -388,6 +388,12 @@ async def test_results_are_one_turn_where_turns_alternate(tmp_path: Path, tiny_f
             answer = await r.post(CHAT, messages=[*past, *more])
             assert answer.status_code == 200, answer.text
             assert target.prompt.endswith(f"[user: {wanted}]")
+        call = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+        answer = await r.post(CHAT, messages=[
+            *HELLO, {"role": "assistant", "content": "I look."},
+            {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "c1", "content": "noon"}])
+        assert answer.status_code == 200, "what another model thought before a call begins no turn here"
 
 
 @pytest.mark.parametrize(("fields", "param"), [
