@@ -371,10 +371,12 @@ def test_results_of_tools_are_the_users_where_a_template_writes_none() -> None:
 
 def test_a_template_that_writes_no_tools_takes_none(tiny_folder: Path, tmp_path: Path) -> None:
     """As SmolLM3's first, which knows them as xml_tools and speaks of <tools>: a model that was given some heard of
-    none."""
+    none. Command R+'s for tools takes no others than those whose parameters are described, and nothing without."""
     plain = "{% for m in messages %}[{{ m.role }}: {{ m.content }}]{% endfor %}"
     for i, (source, takes) in enumerate((("{% for t in xml_tools or [] %}<tools>{{ t }}</tools>{% endfor %}", False), (
-            "{% for t in tools or [] %}<tools>{{ t }}</tools>{% endfor %}", True))):
+            "{% for t in tools or [] %}<tools>{{ t }}</tools>{% endfor %}", True), (
+            "{% for t in tools %}{% for n, of in t.function.parameters.properties.items() %}<tools>{{ t.function.name"
+            " + n + of.description }}</tools>{% endfor %}{% endfor %}", True))):
         codec = TextCodec(with_template(source + plain, tiny_folder, tmp_path / str(i)))
         try:
             assert codec.style.takes_tools == takes

@@ -27,7 +27,7 @@ from router_service.text.rewritings import (
 )
 
 TOOLS = {"tools": [{"type": "function", "function": {"name": "weather", "description": "Tells it.", "parameters": {
-    "type": "object", "properties": {"city": {"type": "string"}}}}}]}
+    "type": "object", "properties": {"city": {"type": "string", "description": "Some need one."}}}}}]}
 # A text with an end of line looks otherwise where a template writes a list that it was given in its place.
 USER, ASSISTANT, SYSTEM, LATER = ({"role": role, "content": f"Hello\n{words}"} for role, words in (
     ("user", "users"), ("assistant", "assistants"), ("system", "systems"), ("system", "later")))
