@@ -24,6 +24,8 @@ from slipstream.cli.process import listen_addresses, with_local_addresses
     ("target.max_sessions=1.5", "target.max_sessions: '1.5' is not a whole number"),
     ("target.max_sessions=", "target.max_sessions: '' is not a whole number"),
     ("target.max_sessions=0", "target.max_sessions: must be at least 1"),
+    ("draft.run_ahead=true", "draft.run_ahead: 'true' is not a number"),
+    ("target.drain_s=off", "target.drain_s: 'false' is not a number"),
     ("draft.growth.topk=17", "draft.growth.topk: must be at most 16"),
     ("target.accept_threshold_acc=0", "target.accept_threshold_acc: must be above 0"),
     ("target.drain_s=soon", "target.drain_s: 'soon' is not a number"),

@@ -20,7 +20,17 @@ from types import MappingProxyType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 
 from slipstream.base.address import dialled, listening
@@ -76,6 +86,14 @@ class Section(BaseModel):
     def _empty(cls, given: Any) -> Any:
         """A section in a file of which all settings are commented out."""
         return {} if given is None else given
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _number(cls, given: Any, info: ValidationInfo) -> Any:
+        """Python's true is the number 1, but who writes ``run_ahead: true`` wants more than one node."""
+        if isinstance(given, bool) and cls.model_fields[info.field_name or ""].annotation in (int, float):
+            raise ValueError(f"'{str(given).lower()}' is not a number")
+        return given
 
 
 class ModelSection(Section):
