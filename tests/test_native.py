@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import shutil
 import threading
 from dataclasses import replace
 from hashlib import sha256
@@ -340,6 +341,14 @@ def test_other_processors_compute_the_same_to_rounding(flags: tuple[str, ...]) -
     results = [everything(Team(found, 2)) for found in (kernels(), kernels(flags))]
     for ours, theirs in zip(*results, strict=True):
         assert error(theirs, ours.double()) < 4e-3
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="GCC's own names")
+def test_gcc_11_builds_them() -> None:
+    """It has no __builtin_shufflevector, and Ubuntu 22.04 has no later one; torch computed there."""
+    older = kernels(("-U__GNUC__", "-D__GNUC__=11", "-D__builtin_shufflevector=none_here"))
+    for ours, theirs in zip(everything(Team(kernels(()), 2)), everything(Team(older, 2)), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def everything(team: Team) -> list[torch.Tensor]:

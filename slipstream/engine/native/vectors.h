@@ -31,6 +31,10 @@ typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Shorts __attribute__((vector_size(2 * LANES)));
 typedef uint16_t bf16;
 
+#if defined(__GNUC__) && !defined(__clang__) && __GNUC__ < 12  // GCC 11 has it by another name
+#define __builtin_shufflevector(a, b, ...) __builtin_shuffle(a, b, Ints{__VA_ARGS__})
+#endif
+
 inline Floats load(const float* p) { Floats v; memcpy(&v, p, sizeof v); return v; }
 inline void store(float* p, Floats v) { memcpy(p, &v, sizeof v); }
 inline Words load_words(const void* p) { Words v; memcpy(&v, p, sizeof v); return v; }
