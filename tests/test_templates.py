@@ -294,6 +294,18 @@ def test_what_a_template_refuses_for_two_reasons_is_said_in_both_other_ways() ->
                                          "[tool: x of 1711e7978][assistant: g]"]
 
 
+def test_reasoning_begins_no_turn_where_turns_alternate() -> None:
+    """A model that thinks again before it goes on has two messages in a row: after a change to Gemma's or Mistral's
+    model the conversation ended with 400."""
+    said: Any = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "reasoning_content": "c"},
+                 {"role": "assistant", "content": "d", "reasoning_content": "e"}, {"role": "user", "content": "f"}]
+    writes = "{% for m in messages %}[{{ m.role }}: {{ m.reasoning_content }} {{ m.content }}]{% endfor %}"
+    with closing(ChatTemplate(MISTRALS + writes, {}, [])) as template:
+        assert template.render(said) == ["[user:  a][assistant: c\ne b\nd][user:  f]"]
+    with closing(ChatTemplate(writes, {}, [])) as template:
+        assert template.render(said) == ["[user:  a][assistant: c b][assistant: e d][user:  f]"]
+
+
 def test_what_the_system_says_is_the_users_where_a_template_forgets_it_behind_results() -> None:
     """As Mistral Nemo's, which writes it where the user's message is the last: between its calls an agent's model had
     no instructions."""

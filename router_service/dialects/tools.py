@@ -220,10 +220,7 @@ def _check_tool(at: str, tool: Any) -> None:
 
 def without_tool_roles(messages: Sequence[Mapping[str, Any]], use: ToolUse | None) -> list[Json]:
     """``messages`` for a template that knows neither tools nor calls."""
-    # Reasoning begins a turn, and many such templates refuse two of one role: before a call it is left out.
-    unreasoned = [{name: value for name, value in message.items() if name != "reasoning_content"}
-                  if message.get("tool_calls") else message for message in messages]
-    plain = merge_turns(results_as_user(calls_in_content(unreasoned, [HERMES])))
+    plain = merge_turns(results_as_user(calls_in_content(messages, [HERMES])))
     if use is not None:
         words = INSTRUCTIONS.format(tools="\n".join(_json(tool) for tool in use.tools))
         if plain and plain[0]["role"] == "system":

@@ -25,7 +25,8 @@ def variants(messages: Messages) -> Iterator[Messages]:
     other rewriting, or several at once."""
     seen = [messages]
     yield messages
-    rewritings = (results_with_user_text, one_call_per_message, arguments_as_text, user_first)
+    rewritings = (one_turn_despite_reasoning, results_with_user_text, one_call_per_message, arguments_as_text,
+                  user_first)
     for chosen in chain.from_iterable(combinations(rewritings, count) for count in range(len(rewritings) + 1)):
         variant: Messages = system_first(messages)
         for rewriting in chosen:
@@ -45,6 +46,18 @@ def system_first(messages: Messages) -> list[dict[str, Any]]:
     first_turn = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
     return merge_turns([{**message, "role": "user"} if message["role"] == "system" and i >= first_turn else message
                         for i, message in enumerate(messages)])
+
+
+def one_turn_despite_reasoning(turns: Messages) -> Messages:
+    """For Gemma's and Mistral's templates, which take no two turns of the assistant's in a row: reasoning begins none,
+    and that of a turn is joined."""
+    rewritten = list[Mapping[str, Any]]()
+    for message in turns:
+        if message["role"] == "assistant" and rewritten and rewritten[-1]["role"] == "assistant":
+            thoughts = [part["reasoning_content"] for part in (rewritten[-1], message) if "reasoning_content" in part]
+            message = _merge((rewritten.pop(), message)) | {"reasoning_content": "\n".join(thoughts)}
+        rewritten.append(message)
+    return rewritten
 
 
 def results_with_user_text(turns: Messages) -> Messages:
