@@ -202,6 +202,40 @@ def test_names_of_a_record_are_those_that_it_lists(schema: Any, text: str, fits:
     assert goes(schema, text, tiny_folder) == fits
 
 
+def named(names: Any, **further: Any) -> Any:
+    return {"type": "object", "propertyNames": names, "additionalProperties": {"type": "integer"}, **further}
+
+
+REFERRED: Any = {"$defs": {"City": {"type": "string", "description": "a city"}}, "properties": {"a": {"type": "null"}}}
+DAY, MOMENT, KEY = ({"format": form} for form in ("date", "date-time", "uuid"))
+
+
+@pytest.mark.parametrize(("schema", "text", "fits"), [
+    (named({"description": "a city"}), '{"b": 1}', True), (named({"type": "string", "title": "K"}), '{"b": "', False),
+    (named({"format": "path"}), '{"/tmp": 1}', True), (named(True), '{"b": 1}', True),
+    (named({"$ref": "#/$defs/City"}, **REFERRED), '{"a": null, "b": 1}', True),
+    (named({"$ref": "#/$defs/City"}, **REFERRED), '{"a": 1', False),
+    (named(DAY), '{"2024-02-29": 1, "2023-12-31": 2, "2023-04-30": 3, "2023-02-28": 4}', True),
+    (named(DAY), '{"2023-02-29', False), (named(DAY), '{"2023-04-31', False), (named(DAY), '{"1900-02-29', False),
+    (named(DAY), '{"2023-13', False), (named(DAY), '{"2023-01-01"', True), (named(DAY), '{"2023-01-01T', False),
+    (named(MOMENT), '{"2024-02-29T23:59:59.5+02:00": 1, "2023-01-01T00:00:00Z": 2}', True),
+    (named(MOMENT), '{"2024-02-29T24', False), (named(MOMENT), '{"2024-02-30', False),
+    (named(MOMENT), '{"2024-02-29T23:59:59"', False),
+    (named(KEY), '{"0123abCD-0000-4000-8000-00000000000f": 1}', True), (named(KEY), '{"0123abCD-000-', False)], ids=str)
+def test_names_of_a_dictionary_are_texts_days_or_keys(schema: Any, text: str, fits: bool, tiny_folder: Path) -> None:
+    """What Pydantic writes of a dict whose keys are described, paths, dates or UUIDs got 400, what Zod of a described
+    key."""
+    assert goes(schema, text, tiny_folder) == fits
+
+
+@pytest.mark.parametrize("names", [
+    {"$ref": "#/$defs/City", "maxLength": 3}, {"$ref": "#/$defs/None"}, {"type": "integer"}, {"pattern": ["a"]},
+    {"format": "date", "pattern": "^2"}, {"format": "email"}, {"format": "date", "enum": ["a"]}, 3, None], ids=str)
+def test_names_that_cannot_be_kept_to_are_refused(names: Any, tiny_folder: Path) -> None:
+    with pytest.raises(InvalidRequest, match="propertyNames"):
+        goes(named(names, **REFERRED), "{}", tiny_folder)
+
+
 def test_names_are_not_written_out_without_end(tiny_folder: Path) -> None:
     costly = {**COLOR, "$defs": {"Color": {"enum": [f"name{i}" for i in range(900)]}}}
     costly["additionalProperties"] = {"enum": [f"value{i}" for i in range(900)]}

@@ -27,7 +27,7 @@ from slipstream.base.errors import InvalidRequest, ModelError
 from slipstream.grammar.conditions import rewrite_conditions
 from slipstream.grammar.exclusive import listed_values, resolved, rewrite_one_of
 from slipstream.grammar.matcher import Matcher, StopTokens
-from slipstream.grammar.patterns import FORMAT_PATTERNS, STRICTER_FORMATS, without_lookaheads
+from slipstream.grammar.patterns import FORMAT_PATTERNS, NAME_FORMATS, STRICTER_FORMATS, without_lookaheads
 from slipstream.grammar.presence import rewrite_presence
 from slipstream.protocol.grammar import Grammar
 
@@ -39,6 +39,7 @@ LAST_DOUBLE = MOST - 1023  # the last double within
 APPLICATORS = frozenset({"$ref", "allOf", "anyOf", "oneOf", "not"})  # keywords that may add rules for an object
 MOST_NAMES = 16  # properties of which at least one must be there: the grammar grows with their square
 MOST_WRITTEN = 1 << 16  # bytes of values of names that are listed
+NAME_NOTES = frozenset({"type", "title", "description", "default", "examples", "$comment"})  # they restrict no name
 COUNTS = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"})
 URI_SAFE = "#/?!$&'()*+,;=:@%"
 EXCLUSIVE_MARGIN = 1e-9  # how near to an excluded bound a number may come
@@ -215,13 +216,25 @@ def costly_parts(grammar: Grammar) -> list[tuple[str, Grammar]]:
 
 
 def _rewrite_property_names(schema: dict[str, Any], part: dict[str, Any]) -> None:
-    """``propertyNames`` with listed names becomes ``properties``, with a pattern ``patternProperties``."""
-    if "propertyNames" not in part or part.keys() & {"properties", "patternProperties"}:
+    """``propertyNames`` of any text is removed; with listed names it becomes ``properties``, with a pattern or one of
+    NAME_FORMATS ``patternProperties``."""
+    given, value = part.get("propertyNames"), part.get("additionalProperties", True)
+    names = resolved(schema, given)
+    if not (names or given is True or given == {}):
         return
-    names, value = resolved(schema, part["propertyNames"]), part.get("additionalProperties", True)
-    listed, keywords = listed_values(names), names.keys() - {"type", "title", "description"}
-    if keywords == {"pattern"}:
-        part["patternProperties"] = {names["pattern"]: value}
+    if isinstance(given, dict) and "$ref" in given and given.keys() - NAME_NOTES != {"$ref"}:
+        return
+    listed, keywords = listed_values(names), names.keys() - NAME_NOTES
+    if not keywords and names.get("type", "string") == "string":
+        del part["propertyNames"]
+        return
+    pattern, form = names.get("pattern"), names.get("format")
+    if isinstance(form, str) and form in NAME_FORMATS and pattern == EXACTLY.get(form):
+        pattern, keywords = NAME_FORMATS[form], {"pattern"} | keywords - {"format"}
+    if part.keys() & {"properties", "patternProperties"}:
+        return
+    if keywords == {"pattern"} and isinstance(pattern, str):
+        part["patternProperties"] = {pattern: value}
     elif listed is not None and all(isinstance(name, str) for name in listed) and len(keywords) == 1 and (
             len(listed) * len(json.dumps(value)) <= MOST_WRITTEN):
         part["properties"] = dict.fromkeys(listed, value)
@@ -310,9 +323,8 @@ def _narrow_exclusive_bound(part: dict[str, Any]) -> None:
 
 
 def _is_annotation(name: str, value: Any) -> bool:
-    """Whether a keyword restricts nothing: a library's own format (Pydantic's for paths), ``propertyNames`` of any
-    string (Zod's records), an unknown ``$schema`` (GenSON's), and OpenAPI's additions, which llguidance refuses in
-    recursive schemas only."""
+    """Whether a keyword restricts nothing: a library's own format (Pydantic's for paths), an unknown ``$schema``
+    (GenSON's), and OpenAPI's additions, which llguidance refuses in recursive schemas only."""
     if name in ANNOTATIONS or name.startswith("x-"):
         # An object may hold a schema that others refer to.
         return isinstance(value, ANNOTATIONS.get(name, str | bool | int | float))
@@ -320,9 +332,7 @@ def _is_annotation(name: str, value: Any) -> bool:
         return isinstance(value, str) and value not in FORMATS
     if name == "$schema":
         return isinstance(value, str) and "json-schema.org/draft" not in value
-    if name == "uniqueItems":
-        return value is False
-    return name == "propertyNames" and value in ({}, {"type": "string"})
+    return name == "uniqueItems" and value is False
 
 
 def _fix_escape(match: re.Match[str]) -> str:

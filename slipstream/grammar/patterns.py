@@ -43,6 +43,13 @@ FORMAT_PATTERNS = {
     "uri-reference": _reference("?"), "iri": _reference("", _IRI), "iri-reference": _reference("?", _IRI),
     "json-pointer": f"^{_POINTER}$", "relative-json-pointer": f"^(0|[1-9][0-9]*)(#|{_POINTER})$",
     "uri-template": r"^([A-Za-z0-9._~!$&()*+,;=@:/?#-]|%[0-9A-Fa-f]{2}|\{[+#./;?&]?" rf"{_NAME}(,{_NAME})*\}})*$"}
+_LEAP = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)"
+_DAY = ("([0-9]{4}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|"
+        f"02-(0[1-9]|1[0-9]|2[0-8]))|{_LEAP}-02-29)")
+_HOUR = "([01][0-9]|2[0-3]):[0-5][0-9]"
+# Of names, for which llguidance knows patterns alone.
+NAME_FORMATS = {"uuid": "^[0-9A-Fa-f]{8}(-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}$", "date": f"^{_DAY}$",
+                "date-time": rf"^{_DAY}T{_HOUR}:[0-5][0-9](\.[0-9]+)?(Z|[+-]{_HOUR})$"}
 STRICTER_FORMATS = {"idn-email": "email", "idn-hostname": "hostname"}
 
 
