@@ -306,6 +306,16 @@ def test_reasoning_begins_no_turn_where_turns_alternate() -> None:
         assert template.render(said) == ["[user:  a][assistant: c b][assistant: e d][user:  f]"]
 
 
+def test_an_empty_answer_is_a_blank_where_a_template_takes_none() -> None:
+    """Of a model whose tokens ended while it reasoned: at Ministral's the conversation ended with 400 from then on."""
+    source = ("{% for m in messages %}{% if m.content == '' and not m.tool_calls %}{{ raise_exception('empty') }}"
+              "{% endif %}[{{ m.role }}: {{ m.content }}]{% endfor %}")
+    said: Any = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "reasoning_content": "b"},
+                 {"role": "user", "content": "c"}]
+    with closing(ChatTemplate(source, {}, [])) as template:
+        assert template.render(said) == ["[user: a][assistant:  ][user: c]"]
+
+
 def test_what_the_system_says_is_the_users_where_a_template_forgets_it_behind_results() -> None:
     """As Mistral Nemo's, which writes it where the user's message is the last: between its calls an agent's model had
     no instructions."""

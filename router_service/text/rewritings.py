@@ -22,18 +22,20 @@ Rewriting = Callable[[Messages], Messages]
 
 def variants(messages: Messages) -> Iterator[Messages]:
     """``messages``, then their rewritings, for a template that refused those before: merged turns, then these with one
-    other rewriting, or several at once."""
+    other rewriting, or several at once; then the same of turns that are merged despite reasoning, none empty."""
     seen = [messages]
     yield messages
-    rewritings = (one_turn_despite_reasoning, results_with_user_text, one_call_per_message, arguments_as_text,
-                  user_first)
-    for chosen in chain.from_iterable(combinations(rewritings, count) for count in range(len(rewritings) + 1)):
-        variant: Messages = system_first(messages)
-        for rewriting in chosen:
-            variant = rewriting(variant)
-        if variant not in seen:
-            seen.append(variant)
-            yield variant
+    turns = system_first(messages)
+    fewer = blank_answers(one_turn_despite_reasoning(turns))
+    rewritings = (results_with_user_text, one_call_per_message, arguments_as_text, user_first)
+    for start in [turns] if fewer == turns else [turns, fewer]:
+        for chosen in chain.from_iterable(combinations(rewritings, count) for count in range(len(rewritings) + 1)):
+            variant: Messages = start
+            for rewriting in chosen:
+                variant = rewriting(variant)
+            if variant not in seen:
+                seen.append(variant)
+                yield variant
 
 
 def later_system_as_user(messages: Messages) -> Messages:
@@ -58,6 +60,12 @@ def one_turn_despite_reasoning(turns: Messages) -> Messages:
             message = _merge((rewritten.pop(), message)) | {"reasoning_content": "\n".join(thoughts)}
         rewritten.append(message)
     return rewritten
+
+
+def blank_answers(turns: Messages) -> Messages:
+    """For Ministral's templates, which take no empty answer, as of a model whose tokens ended while it reasoned."""
+    return [{**message, "content": " "} if message["role"] == "assistant"
+            and not (message["content"] or message.get("tool_calls")) else message for message in turns]
 
 
 def results_with_user_text(turns: Messages) -> Messages:
