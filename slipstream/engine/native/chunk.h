@@ -78,8 +78,7 @@ struct SeenEntries {
         }
         for (count = 0; count < shared; count++) entries[count] = kv + slots[count] * stride;
         if (!whole) add_nodes(frame, row, rows, before, kv, stride);
-        const bf16* last = entries[count - 1];
-        for (; count % padding; count++) entries[count] = last;
+        for (; count % padding; count++) entries[count] = entries[count - 1];
     }
 
     // The entry at a place of what row `r` sees.

@@ -296,7 +296,7 @@ class ChunkAttention {
         weigh<Q>(head.seen, queries, head.column + op.kv_heads * size);
     }
 
-    // The partial results of all queries of a KV head, some at a time. queries: so many; fill: makes a query.
+    // The partial results of all `count` queries of a KV head, in `parts` calls. fill: makes a query.
     template <class Fill>
     void attend_head(HeadEntries& head, int64_t count, int64_t parts, Fill fill) {
         for (int64_t part = 0; part < parts; part++) {  // about equal in size
