@@ -4,7 +4,7 @@
 // Rules:
 // 1. Keys are transposed and values interleaved in pairs, as tiles need them, once for all rows of a block and all
 //    heads that share them.
-// 2. A softmax weight is two bfloat16, the second what rounding took from the first: one alone would cost accuracy.
+// 2. Softmax weights are bfloat16, and their sum is that of the rounded ones.
 // 3. A row's sums do not depend on the rows beside it: an entry that it does not see has weight zero, and is a
 //    finite number. Entries are summed in the order in which the row sees them, so values that only some nodes of a
 //    tree see are packed for each row; keys, and values that all rows see, are packed once for all.
@@ -90,7 +90,7 @@ class ChunkAttention {
     const int64_t size, deep;  // of a head; and size / TILE_DEPTH
     uint8_t *keys, *values;    // tiles [SPAN / TILE_ROWS, deep] and [CHUNK / TILE_DEPTH, deep, 2]
     float* scores;             // [TILE_ROWS, SPAN]
-    bf16 *high, *low;          // weights [TILE_ROWS, CHUNK]; for trees such for each head of a group, at most TILE_ROWS
+    bf16* weights;             // [TILE_ROWS, CHUNK]; for trees such for each head of a group, at most TILE_ROWS
     Tiles tiles;
 
     // Pack the keys of TILE_ROWS entries; column: where the KV head's keys begin.
@@ -156,32 +156,27 @@ class ChunkAttention {
     }
 
     // Softmax: scores become weights, zero for entries that a row does not see.
-    void softmax_rows(const Queries& q, int64_t count, bf16* high, bf16* low) {
+    void softmax_rows(const Queries& q, int64_t count, bf16* weights) {
         const Floats scale = splat(1.0f / sqrtf(float(size)));
-        for (int64_t c = 0; c < q.count; c++, high += CHUNK, low += CHUNK) {
+        for (int64_t c = 0; c < q.count; c++, weights += CHUNK) {
             float *row = scores + c * SPAN, *head = q.partial + c * q.row_stride;
             const int64_t seen = q.seen[c * q.step];
             for (int64_t i = 0; i < seen; i += LANES) store(row + i, load(row + i) * scale);
             head[size + 1] = softmax_weights(row, seen, head[size], [&](int64_t i, Floats weight) {
-                Words above = to_bf16(weight);
-                Shorts one = __builtin_convertvector(above, Shorts);
-                memcpy(high + i, &one, sizeof one);
-                store_bf16(low + i, weight - (Floats)(above << 16));
-                return weight;
+                store_bf16(weights + i, weight);
+                return load_bf16(weights + i);
             });
-            int64_t i = (seen + LANES - 1) / LANES * LANES;
-            for (; i < count; i += LANES) memset(high + i, 0, 2 * LANES), memset(low + i, 0, 2 * LANES);
+            for (int64_t i = (seen + LANES - 1) / LANES * LANES; i < count; i += LANES) memset(weights + i, 0, 2 * LANES);
         }
         flush_writes();
     }
 
     // Weighted sums of the values of `count` entries, for TILE_DEPTH columns (TWO: twice as many) from d * TILE_DEPTH on.
-    // accumulate: they are added to `partial`. high, low: weights of the first row at the first entry, `row_stride` from row
-    // to row; packed: values from that entry on.
+    // accumulate: they are added to `partial`. weights: of the first row at the first entry, `row_stride` from row to row;
+    // packed: values from that entry on.
     template <bool TWO>
-    void add_weighted_values(float* partial, int64_t partial_stride, const bf16* high, const bf16* low, int64_t row_stride,
-            const uint8_t* packed, int64_t count,
-             bool accumulate, int64_t d) {
+    void add_weighted_values(float* partial, int64_t partial_stride, const bf16* weights, int64_t row_stride,
+                             const uint8_t* packed, int64_t count, bool accumulate, int64_t d) {
         float* to = partial + d * TILE_DEPTH;
         const int64_t line = 4 * partial_stride;
         if (accumulate) {
@@ -201,21 +196,16 @@ class ChunkAttention {
         }
         for (int64_t first = 0; first < count; first += TILE_DEPTH) {
             const uint8_t* tile = packed + (first / TILE_DEPTH * deep + d) * 2 * TILE_BYTES;
-            _tile_loadd(4, high + first, 2 * row_stride);
-            _tile_loadd(5, low + first, 2 * row_stride);
+            _tile_loadd(4, weights + first, 2 * row_stride);
             _tile_loadd(6, tile, 64);
             _tile_loadd(7, tile + TILE_BYTES, 64);
             _tile_dpbf16ps(0, 4, 6);
             _tile_dpbf16ps(1, 4, 7);
-            _tile_dpbf16ps(0, 5, 6);
-            _tile_dpbf16ps(1, 5, 7);
             if (TWO) {
                 _tile_loadd(6, tile + 2 * TILE_BYTES, 64);
                 _tile_loadd(7, tile + 3 * TILE_BYTES, 64);
                 _tile_dpbf16ps(2, 4, 6);
                 _tile_dpbf16ps(3, 4, 7);
-                _tile_dpbf16ps(2, 5, 6);
-                _tile_dpbf16ps(3, 5, 7);
             }
         }
         _tile_stored(0, to, line);
@@ -227,20 +217,19 @@ class ChunkAttention {
     }
 
     // The same for all columns.
-    void weighted_values(float* partial, int64_t partial_stride, const bf16* high, const bf16* low, int64_t row_stride,
-            const uint8_t* packed, int64_t count,
-              bool accumulate) {
+    void weighted_values(float* partial, int64_t partial_stride, const bf16* weights, int64_t row_stride, const uint8_t* packed,
+                         int64_t count, bool accumulate) {
         int64_t d = 0;
-        for (; d + 2 <= deep; d += 2) add_weighted_values<true>(partial, partial_stride, high, low, row_stride, packed, count,
-                accumulate, d);
-        if (d < deep) add_weighted_values<false>(partial, partial_stride, high, low, row_stride, packed, count, accumulate, d);
+        for (; d + 2 <= deep; d += 2)
+            add_weighted_values<true>(partial, partial_stride, weights, row_stride, packed, count, accumulate, d);
+        if (d < deep) add_weighted_values<false>(partial, partial_stride, weights, row_stride, packed, count, accumulate, d);
     }
 
     void attend_queries(const Queries& q, int64_t count) {
         tiles.configure(q.count, q.count);
         score_keys(q, count);
-        softmax_rows(q, count, high, low);
-        weighted_values(q.partial, q.row_stride, high, low, CHUNK, values, count, false);
+        softmax_rows(q, count, weights);
+        weighted_values(q.partial, q.row_stride, weights, CHUNK, values, count, false);
     }
 
     // The partial results of rows of a tree, which are at least as many as heads that share a KV head.
@@ -263,15 +252,14 @@ class ChunkAttention {
                             nodes.seen, 1};
                     score_keys(q, nodes.count);
                     for (int64_t r = 0; r < rows; r++) nodes.gather_own_scores(r, scores + r * SPAN);
-                    softmax_rows(q, std::min<int64_t>(nodes.count, CHUNK), high + h * block, low + h * block);
-                    weighted_values(q.partial, row_stride, high + h * block, low + h * block, CHUNK, values, common, false);
+                    softmax_rows(q, std::min<int64_t>(nodes.count, CHUNK), weights + h * block);
+                    weighted_values(q.partial, row_stride, weights + h * block, CHUNK, values, common, false);
                 }
                 tiles.configure(heads, heads);
                 for (int64_t r = 0; r < rows; r++) {
-                    const int64_t from = r * CHUNK + common;
                     const int64_t count = pack_own_values(nodes, r, common, width + column, own);
-                    weighted_values(partial + r * row_stride + begin * entry, entry, high + from, low + from, block, own,
-                            count, true);
+                    weighted_values(partial + r * row_stride + begin * entry, entry, weights + r * CHUNK + common, block, own, count,
+                                    true);
                 }
             }
         }
@@ -296,15 +284,14 @@ class ChunkAttention {
     // Floats of scratch memory that it needs.
     static int64_t floats(const Op& op) {
         const int64_t heads = std::min(TILE_ROWS, op.heads / op.kv_heads);
-        return (SPAN + CHUNK) / 2 * op.head_dim + TILE_ROWS * SPAN + heads * TILE_ROWS * CHUNK + LANES;
+        return (SPAN + CHUNK) / 2 * op.head_dim + TILE_ROWS * SPAN + heads * TILE_ROWS * CHUNK / 2 + LANES;
     }
 
     ChunkAttention(const Op& op, const Frame& frame, ChunkRange range, float* scratch)
         : op(op), frame(frame), range(range), size(op.head_dim), deep(op.head_dim / TILE_DEPTH) {
         keys = (uint8_t*)((uintptr_t(scratch) + 63) / 64 * 64), values = keys + 2 * SPAN * size;
         scores = (float*)(values + 2 * CHUNK * size);
-        high = (bf16*)(scores + TILE_ROWS * SPAN), low = high
-                + std::min<int64_t>(TILE_ROWS, op.heads / op.kv_heads) * TILE_ROWS * CHUNK;
+        weights = (bf16*)(scores + TILE_ROWS * SPAN);
     }
 
     // The partial results of rows from `row` on for a chunk. partial: of the first; row_stride: floats from row to row.
