@@ -90,7 +90,7 @@ void write_row(const Op& op, int64_t row, const float* partial) {
     bf16* out = (bf16*)op.out + row * op.out_stride;
     for (int head = 0; head < op.heads; head++, partial += size + 2) {
         Floats factor = splat(1.0f / partial[size + 1]);
-        for (int i = 0; i < size; i += 2 * LANES, out += 2 * LANES) ChunkAttention::normalize(partial + i, factor, out);
+        for (int i = 0; i < size; i += 2 * LANES, out += 2 * LANES) write_columns(partial + i, factor, out);
     }
 }
 

@@ -47,12 +47,16 @@ inline void transpose_keys(const bf16* const* keys, int64_t column, uint8_t* til
     }
 }
 
-// TILE_DEPTH columns of the values of two entries, interleaved: `first` gets the first four of each eight columns, `second` the
-// others.
+// TILE_DEPTH columns of the values of two entries, interleaved.
 inline void interleave_values(const bf16* one, const bf16* other, uint8_t* first, uint8_t* second) {
-    __m512i a = _mm512_loadu_si512(one), b = _mm512_loadu_si512(other);
-    _mm512_storeu_si512(first, _mm512_unpacklo_epi16(a, b));
-    _mm512_storeu_si512(second, _mm512_unpackhi_epi16(a, b));
+    Words low, high;
+    interleave(load_words(one), load_words(other), low, high);
+    memcpy(first, &low, sizeof low), memcpy(second, &high, sizeof high);
+}
+
+// Write TILE_DEPTH columns of a row's result; factor: 1 / the sum of weights.
+inline void write_columns(const float* partial, Floats factor, bf16* out) {
+    store_interleaved(out, load(partial) * factor, load(partial + LANES) * factor);
 }
 
 // Prefetches the next chunk, whole entries in the order of memory: each KV head prefetches its share, a part of an entry with
@@ -258,8 +262,8 @@ class ChunkAttention {
                 tiles.configure(heads, heads);
                 for (int64_t r = 0; r < rows; r++) {
                     const int64_t count = pack_own_values(nodes, r, common, width + column, own);
-                    weighted_values(partial + r * row_stride + begin * entry, entry, weights + r * CHUNK + common, block, own, count,
-                                    true);
+                    weighted_values(partial + r * row_stride + begin * entry, entry, weights + r * CHUNK + common, block, own,
+                                    count, true);
                 }
             }
         }
@@ -326,13 +330,6 @@ class ChunkAttention {
                                 std::min<int64_t>(TILE_ROWS, begin + group - head), size,
                                 partial + r * row_stride + head * entry, entry, seen + r, 0}, padded);
         }
-    }
-
-    // Write TILE_DEPTH columns of a row's result; factor: 1 / the sum of weights.
-    static void normalize(const float* partial, Floats factor, bf16* out) {
-        __m512i both = _mm512_packus_epi32((__m512i)to_bf16(load(partial) * factor),
-                (__m512i)to_bf16(load(partial + LANES) * factor));
-        _mm512_storeu_si512(out, both);
     }
 };
 

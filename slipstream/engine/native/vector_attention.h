@@ -36,7 +36,7 @@ inline void copy_query(const bf16* in, int64_t size, float* query) { memcpy(quer
 inline Floats add_entry(Floats sums, const float* query, int64_t column, const Pairs& keys) {
     return dot_pairs(sums, load_words(query + column / 2), keys);
 }
-inline Floats add_columns(Floats sums, const float* query, int64_t column, int lane, const Pairs& keys) {
+inline Floats add_columns(Floats sums, const float* query, int64_t column, int64_t lane, const Pairs& keys) {
     return dot_pairs(sums, load_splat(query + column / 2 + lane), keys);
 }
 #else
@@ -47,7 +47,7 @@ inline void copy_query(const bf16* in, int64_t size, float* query) {
 inline Floats add_entry(Floats sums, const float* query, int64_t column, const Pairs& keys) {
     return fma(keys.odd, load(query + column + LANES), fma(keys.even, load(query + column), sums));
 }
-inline Floats add_columns(Floats sums, const float* query, int64_t column, int lane, const Pairs& keys) {
+inline Floats add_columns(Floats sums, const float* query, int64_t column, int64_t lane, const Pairs& keys) {
     return fma(keys.odd, splat(query[column + LANES + lane]), fma(keys.even, splat(query[column + lane]), sums));
 }
 #endif
@@ -57,34 +57,34 @@ struct Query {
     int64_t row, seen;  // row of the block; how many entries of the chunk it sees
 };
 
-// Lane i: the sum of the lanes of entry first + i, for N entries of Q queries. Inlined, as few vectors wait for others if all of
-// it is one function.
-template <int N, int Q, class SumsOf>
-inline __attribute__((always_inline)) void fold_add_entries(SumsOf& sums_of, int64_t first, Floats (&sums)[Q]) {
+// The sum of N sums of Q queries from `first` on, pairwise in a tree: `add` adds the halves of N sums. Inlined, as few vectors wait
+// for others if all of it is one function.
+template <int N, int Q, class SumsOf, class Add>
+inline __attribute__((always_inline)) void add_pairwise(SumsOf& sums_of, Add add, int64_t first, Floats (&sums)[Q]) {
     if constexpr (N == 1) sums_of(first, sums);
     else {
         Floats others[Q];
-        fold_add_entries<N / 2, Q>(sums_of, first, sums), fold_add_entries<N / 2, Q>(sums_of, first + N / 2, others);
-        for (int q = 0; q < Q; q++)
-            sums[q] = fold_add<N / 2>(sums[q], others[q], std::make_integer_sequence<int, LANES>());
+        add_pairwise<N / 2, Q>(sums_of, add, first, sums), add_pairwise<N / 2, Q>(sums_of, add, first + N / 2, others);
+        for (int q = 0; q < Q; q++) sums[q] = add(std::integral_constant<int, N / 2>(), sums[q], others[q]);
     }
 }
 
-// The same sums of N lanes from `lane` on, where a vector has the same lane of several entries.
-template <int N, int Q, class SumsOf>
-inline __attribute__((always_inline)) void add_lanes(SumsOf& sums_of, int lane, Floats (&sums)[Q]) {
-    if constexpr (N == 1) sums_of(lane, sums);
-    else {
-        Floats others[Q];
-        add_lanes<N / 2, Q>(sums_of, lane, sums), add_lanes<N / 2, Q>(sums_of, lane + N / 2, others);
-        for (int q = 0; q < Q; q++) sums[q] = sums[q] + others[q];
+// For entries, each a vector of all its lanes: lane i becomes the sum of entry i. For lanes, each a vector of entries: their sum.
+struct AddEntries {
+    template <int S>
+    Floats operator()(std::integral_constant<int, S>, Floats a, Floats b) const {
+        return fold_add<S>(a, b, std::make_integer_sequence<int, LANES>());
     }
-}
+};
+struct AddLanes {
+    template <int S>
+    Floats operator()(std::integral_constant<int, S>, Floats a, Floats b) const { return a + b; }
+};
 
 // Scores of Q queries for a vector of entries. numbers: of the queries, [Q, size]; keys: transposed, [size / 2].
 template <int Q>
 void score_columns(const float* numbers, const Words* keys, int64_t size, Floats scale, float* scores) {
-    auto sums_of = [&](int lane, Floats (&sums)[Q]) __attribute__((always_inline)) {
+    auto sums_of = [&](int64_t lane, Floats (&sums)[Q]) __attribute__((always_inline)) {
         for (int q = 0; q < Q; q++) sums[q] = Floats{};
         for (int64_t column = 0; column < size; column += 2 * LANES) {
             const Pairs some = to_pairs(keys[column / 2 + lane]);
@@ -92,7 +92,7 @@ void score_columns(const float* numbers, const Words* keys, int64_t size, Floats
         }
     };
     Floats sums[Q];
-    add_lanes<LANES, Q>(sums_of, 0, sums);
+    add_pairwise<LANES, Q>(sums_of, AddLanes(), 0, sums);
     for (int q = 0; q < Q; q++) store(scores + q * SPAN, sums[q] * scale);
 }
 
@@ -102,8 +102,9 @@ constexpr int TOGETHER = 2;
 
 struct Values { Words first, second; };
 inline Values load_values(const bf16* one, const bf16* other) {
-    const __m512i a = (__m512i)load_words(one), b = (__m512i)load_words(other);
-    return {(Words)_mm512_unpacklo_epi16(a, b), (Words)_mm512_unpackhi_epi16(a, b)};
+    Values values;
+    interleave(load_words(one), load_words(other), values.first, values.second);
+    return values;
 }
 
 inline float weights_of(float* scores, int64_t count, float& top) {
@@ -120,9 +121,7 @@ inline void add_values(Floats& first, Floats& second, const float* weights, int6
 
 // Write two vectors of a row's result; factor: 1 / the sum of weights.
 inline void write_columns(const float* partial, Floats factor, bf16* out) {
-    const __m512i both = _mm512_packus_epi32((__m512i)to_bf16(load(partial) * factor),
-            (__m512i)to_bf16(load(partial + LANES) * factor));
-    memcpy(out, &both, sizeof both);
+    store_interleaved(out, load(partial) * factor, load(partial + LANES) * factor);
 }
 #else
 constexpr int TOGETHER = 1;
@@ -245,7 +244,7 @@ class ChunkAttention {
         };
         for (int64_t first = 0; first < seen.count; first += LANES) {
             Floats sums[Q];
-            fold_add_entries<LANES, Q>(sums_of, first, sums);
+            add_pairwise<LANES, Q>(sums_of, AddEntries(), first, sums);
             for (int q = 0; q < Q; q++) store(scores + q * SPAN + first, sums[q] * scale);
         }
     }
@@ -346,8 +345,6 @@ class ChunkAttention {
             });
         }
     }
-
-    static void normalize(const float* partial, Floats factor, bf16* out) { write_columns(partial, factor, out); }
 };
 
 }  // namespace

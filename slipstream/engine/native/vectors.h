@@ -113,6 +113,20 @@ inline void store_bf16(bf16* p, Floats v) {
     memcpy(p, &result, sizeof result);
 }
 
+#if defined(__AVX512BW__)
+// Two vectors of bfloat16, interleaved: `first` gets the first four of each eight columns, `second` the others.
+inline void interleave(Words one, Words other, Words& first, Words& second) {
+    first = (Words)_mm512_unpacklo_epi16((__m512i)one, (__m512i)other);
+    second = (Words)_mm512_unpackhi_epi16((__m512i)one, (__m512i)other);
+}
+
+// Sums of such columns, to bfloat16 in the columns' order.
+inline void store_interleaved(bf16* p, Floats first, Floats second) {
+    const __m512i columns = _mm512_packus_epi32((__m512i)to_bf16(first), (__m512i)to_bf16(second));
+    memcpy(p, &columns, sizeof columns);
+}
+#endif
+
 // The even and the odd elements of pairs of bfloat16, as float32.
 inline Floats even_bf16(Words pairs) { return (Floats)(pairs << 16); }
 inline Floats odd_bf16(Words pairs) { return (Floats)(pairs & 0xffff0000u); }
