@@ -94,7 +94,7 @@ def assemble(config: Config, model: CausalModel, name: str, digest: str, loop: a
     shape = model.config
     max_context = min(config.target.max_context or shape.max_context, shape.max_context)
     runner = _runner(config, model, max_context)
-    costs = StepCosts(runner.profile())
+    costs = StepCosts(*runner.profile())
     metrics = TargetMetrics(name)
     trace = Trace(config.log.trace, "target")
     worker = TargetWorker(runner, config.target, costs, metrics, partial(deliver_on_loop, loop), trace=trace,

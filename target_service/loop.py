@@ -23,7 +23,7 @@ import torch
 
 from slipstream.base.config import TargetSection
 from slipstream.base.errors import DeviceFull, Draining, InvalidRequest, RanksLost, Unavailable, first_line
-from slipstream.decision.beliefs import StepCosts
+from slipstream.decision.beliefs import StepCosts, whole_context
 from slipstream.engine.device import device_works, threads
 from slipstream.engine.runner import ModelRunner
 from slipstream.following.followed import LOOKED_UP, RoundRecord, Step, Verified
@@ -321,6 +321,7 @@ class TargetWorker:
         prefill = [(by_number[number], rows) for number, rows in plan.prefill]
         trees = [(by_number[number], by_number[number].tree_to_verify(rows)) for number, rows in plan.verify]
         nodes = sum(len(tree.tokens) - 1 for _, tree in trees)
+        num_read = sum((len(tree.tokens) - 1) * whole_context(sequence.base) for sequence, tree in trees)
         rows = sum(rows for _, rows in prefill) + len(trees) + nodes
         self._kv.make_room(rows)
         began_s = self._clock()
@@ -339,7 +340,7 @@ class TargetWorker:
             for sequence in lost:
                 self._fail(sequence, error)
             return None
-        step = Step(began_s, self._clock() - began_s, rows, len(trees), nodes, bool(prefill))
+        step = Step(began_s, self._clock() - began_s, rows, len(trees), nodes, num_read, bool(prefill))
         if self._trace.enabled:
             self._trace.span("device", "verify", began_s, step.ended_s, rows=rows)
         for sequence, _ in [*prefill, *trees]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slipstream.base.config import PolicySection
-from slipstream.decision.beliefs import FIRST_TEXTS, Acceptance, Beliefs, Ledger, StepCosts
+from slipstream.decision.beliefs import FIRST_TEXTS, Acceptance, Beliefs, Ledger, StepCosts, whole_context
 from slipstream.decision.decide import Mode, Round, RoundInputs, SessionState
 from slipstream.decision.policy import PROBE_AFTER_S, SpeculationPolicy
 
@@ -26,6 +26,30 @@ def test_what_is_measured_at_a_row_count_is_believed_there() -> None:
     for _ in range(200):
         costs.observe(48, 0.056)  # a prompt's, beyond the profile
     assert costs.cost(48) == pytest.approx(0.056, rel=0.1)
+
+
+def test_behind_a_long_text_fewer_draft_tokens_pay() -> None:
+    costs = StepCosts({1: STEP_S, 64: 1.1 * STEP_S}, read_s=2e-7)
+    chances = [0.8 ** (1 + depth) for depth in range(16)]
+    for others in (0, 3):
+        trees, chains = list[int](), list[int]()
+        for context in (0, 2048, 16384):
+            inputs = RoundInputs(others, followed=True, context=context)
+            trees.append(SpeculationPolicy(PolicySection(), Beliefs(costs)).decide(inputs).verify)
+            looked_up = RoundInputs(others, lookup_chances=chances, context=context)
+            chains.append(SpeculationPolicy(PolicySection(), Beliefs(costs)).decide(looked_up).lookup)
+        assert trees == sorted(trees, reverse=True) and trees[0] > trees[1] > trees[2], (others, trees)
+        assert chains == sorted(chains, reverse=True) and chains[0] > chains[1] > chains[2], (others, chains)
+
+
+def test_what_reading_a_long_text_takes_is_not_believed_of_short_ones() -> None:
+    costs = StepCosts({1: STEP_S, 16: 2 * STEP_S}, read_s=2e-7)
+    for _ in range(50):
+        costs.observe(16, 2 * STEP_S + 15 * 4096 * 2e-7, 15 * whole_context(4200))
+    assert costs.cost(16) == pytest.approx(2 * STEP_S) and costs.cost(1) == pytest.approx(STEP_S)
+    assert costs.steps(1, 15, 4096)[15] == pytest.approx(costs.cost(16, 15 * 4096))
+    assert costs.step_shares(4, 3, 4096)[3] == pytest.approx(
+        costs.cost(4) + (costs.cost(16, 12 * 4096) - costs.cost(4)) / 4)
 
 
 def test_a_drafter_that_was_good_is_soon_believed_to_be_bad() -> None:

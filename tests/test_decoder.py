@@ -218,8 +218,9 @@ def test_a_chunk_that_wants_no_logits_gets_none(tiny_folder: Path, dtype: str) -
 
 def test_profile_measures_and_frees(tiny_folder: Path) -> None:
     runner = ModelRunner(load_model(tiny_folder, ModelSection(dtype="float32")), 140)
-    costs = runner.profile((1, 4, 8, 64))
+    costs, read_s = runner.profile((1, 4, 8, 64))
     assert list(costs) == [1, 4, 8] and all(seconds > 0 for seconds in costs.values())
+    assert read_s == 0.0, "no long text has room"
     runner.slots.check([])
 
 
@@ -231,7 +232,17 @@ def test_a_slow_moment_makes_no_row_count_a_bargain(tiny_folder: Path, monkeypat
 
     monkeypatch.setattr(ModelRunner, "_time_step", seconds)
     runner = ModelRunner(load_model(tiny_folder, ModelSection(dtype="float32")), 200)
-    assert runner.profile((1, 4, 8)) == {1: 1.0, 4: 4.0, 8: 8.0}
+    assert runner.profile((1, 4, 8))[0] == {1: 1.0, 4: 4.0, 8: 8.0}
+
+
+def test_a_profile_says_what_a_row_takes_longer_behind_a_long_text(tiny_folder: Path,
+                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    def seconds(_: ModelRunner, slots: NDArray[np.int64], count: int) -> float:
+        return 1.0 + 0.1 * count + (1e-3 + 1e-4 * (count - 1)) * (len(slots) - count)
+
+    monkeypatch.setattr(ModelRunner, "_time_step", seconds)
+    costs, read_s = ModelRunner(load_model(tiny_folder, ModelSection(dtype="float32")), 2048).profile((1, 4))
+    assert list(costs) == [1, 4] and read_s == pytest.approx(1e-4)
 
 
 @pytest.mark.parametrize(("name", "section"), [

@@ -193,8 +193,17 @@ PLAIN_EVERY = 64  # rounds: then one is plain, so that the cost of a plain step 
 MAX_PLAIN_TRIES = 4  # steps in a row that may be asked to be plain: prompts in each of them must not forbid drafts
 
 
+CONTEXT_STEP = 256  # tokens: sessions of about one length share a price, and that of a short text is the profile's
+
+
+def whole_context(num_tokens: int) -> int:
+    """``num_tokens`` in whole CONTEXT_STEPs."""
+    return num_tokens - num_tokens % CONTEXT_STEP
+
+
 class StepCosts:
-    """Seconds of one target step by its number of rows: a start-up profile, corrected by what steps really take.
+    """Seconds of one target step by its number of rows: a start-up profile, corrected by what steps really take. Behind
+    long texts draft tokens cost more: each reads them, for ``read_s`` seconds a token.
 
     Shared by all sessions of a target. Between profiled row counts it interpolates, beyond the last it goes on with the
     last slope, and it never falls as rows grow. A profile of one row count makes further rows free.
@@ -204,12 +213,13 @@ class StepCosts:
     guess, so it says of which row counts a step is ``due``.
     """
 
-    __slots__ = ("_costs", "_factors", "_last_observed", "_num_seen", "_observed", "_profile", "_rows", "_steps",
-                 "_visited")
+    __slots__ = ("_costs", "_factors", "_last_observed", "_num_seen", "_observed", "_profile", "_read_s", "_rows",
+                 "_steps", "_visited")
 
-    def __init__(self, profile: Mapping[int, float], guessed: bool = False) -> None:
+    def __init__(self, profile: Mapping[int, float], read_s: float = 0.0, guessed: bool = False) -> None:
         """``profile``: {rows: seconds}, at least one entry, all positive."""
         assert profile and all(rows > 0 and 0 < seconds < math.inf for rows, seconds in profile.items())
+        self._read_s = read_s
         self._rows = sorted(profile)
         self._profile = [profile[rows] for rows in self._rows]
         self._factors = [0.0] * len(self._rows)  # logarithms
@@ -218,7 +228,7 @@ class StepCosts:
         self._last_observed = [0] * len(self._rows)  # the number of the newest step that was nearest to each
         self._observed = 0
         self._costs: list[float] = []
-        self._steps: dict[tuple[int, int, int], Sequence[float]] = {}  # sessions of one step ask for the same
+        self._steps: dict[tuple[int, int, int, int], Sequence[float]] = {}  # sessions of one step ask for the same
         self._update()
 
     @property
@@ -234,27 +244,37 @@ class StepCosts:
         age = self._observed - self._last_observed[point]
         return (age >= PLAIN_EVERY or self._num_seen[point] < MIN_STEPS) and age % PLAIN_EVERY < MAX_PLAIN_TRIES
 
-    def steps(self, rows: int, max_more: int, stride: int = 1) -> Sequence[float]:
-        """Seconds that steps of ``rows``, ``rows`` + ``stride``, … ``rows`` + ``max_more`` * ``stride`` rows are
-        expected to take."""
-        cached = self._steps.get((rows, max_more, stride))
+    def steps(self, rows: int, max_more: int, context: int = 0) -> Sequence[float]:
+        """Seconds that steps of ``rows``, ``rows`` + 1, … ``rows`` + ``max_more`` rows are expected to take; those
+        further rows are draft tokens behind ``context`` tokens."""
+        cached = self._steps.get((rows, max_more, 1, context))
         if cached is None:
-            cached = self._steps[rows, max_more, stride] = self._interpolated(rows, max_more, stride)
+            cached = self._interpolated(rows, max_more, 1)
+            if context:
+                cached = self._with_reading(cached, context)
+            self._steps[rows, max_more, 1, context] = cached
         return cached
 
-    def step_shares(self, sessions: int, max_more: int) -> Sequence[float]:
-        """Seconds of a step of ``sessions`` with one row each, and what 1, 2, … ``max_more`` rows more add to it for
-        one of them where all have as many."""
-        cached = self._steps.get((sessions, max_more, 0))
+    def step_shares(self, sessions: int, max_more: int, context: int = 0) -> Sequence[float]:
+        """Seconds of a step of ``sessions`` with one row each, and what 1, 2, … ``max_more`` draft tokens behind
+        ``context`` tokens add to it for one of them where all have as many."""
+        cached = self._steps.get((sessions, max_more, 0, context))
         if cached is None:
-            plain_s, *others = self.steps(sessions, max_more, sessions)
+            plain_s, *others = self._interpolated(sessions, max_more, sessions)
             cached = [plain_s, *[plain_s + (step_s - plain_s) / sessions for step_s in others]]
-            self._steps[sessions, max_more, 0] = cached
+            if context:
+                cached = self._with_reading(cached, context)
+            self._steps[sessions, max_more, 0, context] = cached
         return cached
 
-    def cost(self, rows: int) -> float:
-        """Seconds that a step of ``rows`` rows is expected to take."""
-        return self.steps(rows, 0)[0]
+    def cost(self, rows: int, num_read: int = 0) -> float:
+        """Seconds that a step of ``rows`` rows is expected to take. ``num_read``: the sum of ``whole_context`` over
+        its draft tokens."""
+        return self.steps(rows, 0)[0] + self._read_s * num_read
+
+    def _with_reading(self, steps: Sequence[float], context: int) -> list[float]:
+        read_s = self._read_s * context
+        return [step_s + more * read_s for more, step_s in enumerate(steps)]
 
     def _interpolated(self, rows: int, max_more: int, stride: int) -> list[float]:
         # Written out: it is made anew after each step.
@@ -272,11 +292,11 @@ class StepCosts:
             interpolated.append(cost)
         return interpolated
 
-    def observe(self, rows: int, seconds: float) -> None:
-        """A step of ``rows`` rows took ``seconds``. What cannot be (not positive, not finite) is ignored."""
+    def observe(self, rows: int, seconds: float, num_read: int = 0) -> None:
+        """A step took ``seconds``; the rest as in ``cost``. What cannot be (not positive, not finite) is ignored."""
         if rows < 1 or not 0.0 < seconds < math.inf:
             return
-        surprise = math.log(seconds / self.cost(rows))
+        surprise = math.log(seconds / self.cost(rows, num_read))
         if self._num_seen is None or self._visited:  # else nothing is known that it could be odd against
             surprise = max(-MAX_SURPRISE, min(MAX_SURPRISE, surprise))
         if self._num_seen is not None:

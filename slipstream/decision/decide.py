@@ -80,6 +80,7 @@ class RoundInputs:
     lookup_chances: Sequence[float] = ()  # of prompt lookup's chain: that all tokens up to each are right
     num_since_request: int = 0  # tokens committed since a tree was asked for
     grows_ahead: bool = False  # the drafter would grow on while the target verifies
+    context: int = 0  # tokens that its draft tokens stand behind: ``whole_context``
 
 
 @value
@@ -173,25 +174,28 @@ class SessionState:
 @value
 class Prices:
     """Prices of the coming step. ``steps``: its seconds, as they count for one session, with 0, 1, 2, … draft nodes;
-    ``rows``: sessions in the step, which wait for them; ``tokens``: what these get without the nodes."""
+    ``rows``: sessions in the step, which wait for them; ``context``: tokens before the nodes; ``tokens``: what the
+    sessions get without the nodes."""
 
     steps: Sequence[float]
     rows: int
+    context: int
     time_value: float
     tokens: float
 
     @staticmethod
-    def of(beliefs: Beliefs, others: int, max_nodes: int) -> Prices:
+    def of(beliefs: Beliefs, others: int, context: int, max_nodes: int) -> Prices:
         """As if all did as it does."""
-        return Prices(beliefs.costs.step_shares(others + 1, max_nodes), others + 1, beliefs.time_value, others + 1)
+        steps = beliefs.costs.step_shares(others + 1, max_nodes, context)
+        return Prices(steps, others + 1, context, beliefs.time_value, others + 1)
 
     def after_others(self, beliefs: Beliefs, max_nodes: int, taken_rows: int, given_tokens: float) -> Prices:
         """After others have added ``taken_rows``, expected to give ``given_tokens``: the more rows there are, the
         dearer is the next one, and the more waits for it."""
         if beliefs.lockstep:
             return self
-        steps = beliefs.costs.steps(self.rows + taken_rows, max_nodes)
-        return Prices(steps, self.rows, self.time_value, self.tokens + given_tokens)
+        steps = beliefs.costs.steps(self.rows + taken_rows, max_nodes, self.context)
+        return Prices(steps, self.rows, self.context, self.time_value, self.tokens + given_tokens)
 
     @property
     def plain_s(self) -> float:
@@ -341,8 +345,8 @@ def decide_all(beliefs: Beliefs, cases: Sequence[Case], rules: Rules) -> list[De
     priced, measurement_due = list[PricedCase](), False
     taken_rows, given_tokens = 0, 0.0  # rows of the step that prompt lookups take, and the tokens expected of them
     for state, inputs, may_run_ahead in cases:
-        if prices is None or prices.rows != inputs.others + 1:  # all of a step have the same
-            prices = Prices.of(beliefs, inputs.others, state.max_nodes)
+        if prices is None or prices.rows != inputs.others + 1 or prices.context != inputs.context:
+            prices = Prices.of(beliefs, inputs.others, inputs.context, state.max_nodes)
             measurement_due = beliefs.costs.due(prices.rows)
         nodes, wants_drafts = tree_nodes(prices, beliefs, state, rules), state.wants_drafts
         lookup = 0
@@ -422,7 +426,7 @@ def _request_verdict(case: PricedCase, beliefs: Beliefs, rules: Rules,
     if not (inputs.followed or beliefs.latency.shared):
         return GRANTED
     if beliefs.latency.shared and beliefs.latency.load != case.prices.rows:  # all who run, not who is in this step
-        prices = Prices.of(beliefs, beliefs.latency.load - 1, state.max_nodes)
+        prices = Prices.of(beliefs, beliefs.latency.load - 1, inputs.context, state.max_nodes)
         case = replace(case, prices=prices, nodes=tree_nodes(prices, beliefs, state, rules))
     return _wait_verdict(case, beliefs, rules, held_per_waiter)
 

@@ -107,7 +107,7 @@ class SpeculationPolicy:
         self._state = SessionState(SPECULATE if self._can_draft else PLAIN, acceptance, config.max_nodes,
                                    self._can_draft, hit_rate=share)
         self._shared_acceptance = beliefs.acceptance(sampled)
-        self._others: int | None = None  # as the newest decision has seen them
+        self._inputs: RoundInputs | None = None  # of the newest decision
         self._decision: Decision | None = None  # since the last round
         self._since_s = self._next_probe_s = now_s
         self._backoff_s = PROBE_AFTER_S
@@ -164,7 +164,7 @@ class SpeculationPolicy:
 
     def _accept(self, decision: Decision, inputs: RoundInputs) -> None:
         beliefs, asking = self._beliefs, decision.num_wanted > 0 and inputs.followed
-        self._decision, self._others = decision, inputs.others
+        self._decision, self._inputs = decision, inputs
         if asking is not self._asking:
             self._set_asking(asking)
         self._state.trying = self._state.trying or decision.is_trial
@@ -218,19 +218,20 @@ class SpeculationPolicy:
 
     def _account(self, round_: Round) -> tuple[float, float]:
         """Learn from a round. Returns the seconds of plain decoding that it replaced and those that it cost."""
-        beliefs, state, known_others = self._beliefs, self._state, self._others
+        beliefs, state, inputs = self._beliefs, self._state, self._inputs
         drafted, wait_s = round_.drafted, round_.wait_s
         # Prompt rows make the step long, but those who wait for it are the sessions that the caller told of.
-        others = max(round_.rows - 1 - drafted, 0) if known_others is None else known_others
+        others = max(round_.rows - 1 - drafted, 0) if inputs is None else inputs.others
+        context = 0 if inputs is None else inputs.context
         if round_.plain_s is not None:
             plain_s, step_s, waiting = round_.plain_s, round_.verify_s, 1
         else:
             # As many as a decision asks for, so that they are made once.
             max_nodes, waiting = max(drafted, state.max_nodes), others + 1
             if round_.lookup and not beliefs.lockstep:
-                steps = beliefs.costs.steps(max(waiting, round_.rows - drafted), max_nodes)  # as it was decided
+                steps = beliefs.costs.steps(max(waiting, round_.rows - drafted), max_nodes, context)  # as decided
             else:
-                steps = beliefs.costs.step_shares(waiting, max_nodes)
+                steps = beliefs.costs.step_shares(waiting, max_nodes, context)
             plain_s, step_s = steps[0], steps[drafted]
         self._plain_s = plain_s
         beside_s = wait_s
@@ -257,7 +258,8 @@ class SpeculationPolicy:
         return earned_s, spent_s
 
     def _prices(self) -> Prices:
-        return Prices.of(self._beliefs, self._others or 0, self._state.max_nodes)
+        inputs = self._inputs or RoundInputs()
+        return Prices.of(self._beliefs, inputs.others, inputs.context, self._state.max_nodes)
 
     def _count_answers(self, round_: Round, decision: Decision | None) -> bool:
         """``decision``: of this round. Returns whether the drafter answered in this round."""

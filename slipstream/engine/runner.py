@@ -135,6 +135,8 @@ def _weights_of(projection: Projection) -> tuple[torch.Tensor, PartsNorm | None]
 
 
 PROFILE_CONTEXT = 128
+LONG_CONTEXT = 1536  # tokens; behind so many, what reading them takes stands out from noise
+LONG_ROWS = 16
 PROFILE_REPEATS = 5
 PROFILED_ROWS = (1, 2, 4, 8, 12, 16, 32, 64)  # rows; our CPU kernels compute up to twelve rows together
 
@@ -306,22 +308,35 @@ class ModelRunner:
         unknown = np.flatnonzero(~self._has_features[slots])
         return int(unknown[-1]) + 1 if len(unknown) else 0
 
-    def profile(self, rows: Sequence[int] = PROFILED_ROWS) -> dict[int, float]:
+    def profile(self, rows: Sequence[int] = PROFILED_ROWS) -> tuple[dict[int, float], float]:
         """The cost of verifying: for each of ``rows`` the seconds of a forward with so many tree rows behind a context
-        of PROFILE_CONTEXT tokens. Counts that do not fit the free slots are left out. Raises ModelError if the logits
-        are NaN."""
+        of PROFILE_CONTEXT tokens, and the seconds that each row beyond the first takes longer for each further token of
+        context. Counts that do not fit the free slots are left out; where no long context fits, the latter is 0. Raises
+        ModelError if the logits are NaN."""
         self._check_numbers()
-        fitting = [count for count in rows if PROFILE_CONTEXT + count <= self.slots.num_free]
-        slots = self.slots.alloc(PROFILE_CONTEXT + max(fitting, default=0))
+        fitting = [(count, PROFILE_CONTEXT) for count in rows if PROFILE_CONTEXT + count <= self.slots.num_free]
+        corners: list[tuple[int, int]] = []
+        if max(LONG_CONTEXT, PROFILE_CONTEXT) + LONG_ROWS <= min(self.slots.num_free, self.config.max_context):
+            corners = [(count, context) for count in (1, LONG_ROWS) for context in (PROFILE_CONTEXT, LONG_CONTEXT)]
+        took = self._fastest([*dict.fromkeys([*fitting, *corners])])
+        read_s = 0.0
+        if corners:
+            near, far, many_near, many_far = (took[corner] for corner in corners)
+            read_s = max(0.0, many_far - many_near - far + near) / (LONG_ROWS - 1) / (LONG_CONTEXT - PROFILE_CONTEXT)
+        return {count: took[count, context] for count, context in fitting}, read_s
+
+    def _fastest(self, cases: Sequence[tuple[int, int]]) -> dict[tuple[int, int], float]:
+        # Seconds of steps of so many rows behind so many tokens.
+        slots = self.slots.alloc(max((count + context for count, context in cases), default=0))
         try:
             self.pool.kv[:, to_device(slots, self.pool.kv.device)] = 0  # memory may hold anything
-            # Counts take turns: a slow moment that hit one count alone would make the next one look cheap.
-            turns = [{count: self._time_step(slots[: PROFILE_CONTEXT + count], count) for count in fitting}
+            # Cases take turns: a slow moment that hit one alone would make the next one look cheap.
+            turns = [{(count, context): self._time_step(slots[: context + count], count) for count, context in cases}
                      for _ in range(PROFILE_REPEATS + 1)]
         finally:
             self.slots.free(slots)
         # Other work on the machine can only make a step slower, so the fastest one is what the step costs.
-        return {count: min(turn[count] for turn in turns[1:]) for count in fitting}
+        return {case: min(turn[case] for turn in turns[1:]) for case in cases}
 
     def _check_numbers(self) -> None:
         slots = self.slots.alloc(1)
@@ -335,11 +350,11 @@ class ModelRunner:
                              f"numbers that {str(self.model.dtype).removeprefix('torch.')} (model.dtype) cannot hold")
 
     def _time_step(self, slots: NDArray[np.int64], count: int) -> float:
-        words = [(2 << i) - 1 for i in range(count)]
+        words, context = [(2 << i) - 1 for i in range(count)], len(slots) - count
         began = time.perf_counter()
         builder = BatchBuilder()
-        builder.add([0] * count, range(PROFILE_CONTEXT, PROFILE_CONTEXT + count), slots[PROFILE_CONTEXT:].tolist(),
-                    slots[:PROFILE_CONTEXT], words, count)
+        builder.add([0] * count, range(context, context + count), slots[context:].tolist(), slots[:context], words,
+                    count)
         logits, best = self.logits_and_best(builder.build(self.model.device), GREEDY)
         if best is None:
             logits.argmax(-1).tolist()

@@ -237,7 +237,7 @@ class Chains:
         drafted = sum([row.drafted for row in rows])
         began_s = now_s if self._previous.isdisjoint([row.request for row in rows]) else self._ended_s
         prompts = began_s == now_s or scheduled > len(rows) + drafted or not all(row.new_tokens for row in rows)
-        return Step(began_s, max(1e-6, now_s - began_s), scheduled, len(rows), drafted, prompts)
+        return Step(began_s, max(1e-6, now_s - began_s), scheduled, len(rows), drafted, prefill=prompts)
 
     def _commit(self, rows: Sequence[Row | None], step: Step) -> list[Followed | None]:
         """Commit what the step gave. Returns each row's session; None: it has none any more, or none is wanted."""

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from slipstream.base.config import PolicySection
 from slipstream.base.value import value
-from slipstream.decision.beliefs import Beliefs, StepCosts
+from slipstream.decision.beliefs import Beliefs, StepCosts, whole_context
 from slipstream.decision.decide import PLAIN, Decision, Reason, Round, RoundInputs, Transition, Why
 from slipstream.decision.policy import SpeculationPolicy
 from slipstream.following.pool import FORGET_S, DraftPool
@@ -50,6 +50,7 @@ class Step:
     rows: int
     sessions: int  # that it verified a tree for
     nodes: int = 0
+    num_read: int = 0  # by draft tokens: the sum of their ``whole_context``
     prefill: bool = False  # it computed prompts too
 
     @property
@@ -58,7 +59,10 @@ class Step:
 
     def plain_s(self, costs: StepCosts, looked_up: int) -> float:
         """Seconds that the step would have taken without drafters. ``looked_up``: nodes from prompt lookup."""
-        return self.seconds * costs.cost(self.rows - self.nodes + looked_up) / costs.cost(self.rows)
+        if not self.nodes:
+            return self.seconds
+        left = costs.cost(self.rows - self.nodes + looked_up, self.num_read * looked_up // self.nodes)
+        return self.seconds * left / costs.cost(self.rows, self.num_read)
 
 
 @value
@@ -460,7 +464,8 @@ class Followed:
         followed = self.link is not None
         if num_left < 2 or (not followed and not chances and not self._drafter_available(now_s)):
             return None
-        return RoundInputs(others, followed, chances, self.wait.num_since_request, self._can_run_ahead)
+        return RoundInputs(others, followed, chances, self.wait.num_since_request, self._can_run_ahead,
+                           whole_context(self.side.base))
 
     def _plain_decision(self) -> Decision:
         return Decision(self.policy.mode, 0, 0, 0, False, False, 0.0,

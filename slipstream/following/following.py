@@ -371,7 +371,7 @@ class Following:
         if step is not None and step.prefill:  # a prompt's rows cost something else
             self._costs.skip_step()
         elif step is not None:
-            self._costs.observe(step.rows, step.seconds)
+            self._costs.observe(step.rows, step.seconds, step.num_read)
 
     def _receive(self, link: Link, link_state: LinkState, items: Sequence[TargetBound],
                  faults: Sequence[tuple[int, RemoteProtocolError]], received_s: float) -> None:
