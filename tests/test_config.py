@@ -54,6 +54,7 @@ from slipstream.cli.process import listen_addresses, with_local_addresses
     ("router.targets=['kubernetes:///target:8051']",
      "router.targets: 'kubernetes:///target:8051' is not kubernetes:///SERVICE.NAMESPACE:PORT"),
     ("wire.tls.key=tls.key", "wire.tls.key: unknown key; known: folder, allowed_names"),
+    ("wire.tls.server_name=draft", "wire.tls.server_name: unknown key; known: folder, allowed_names"),
     ("wire.tls.allowed_names=me", "wire.tls.allowed_names: write a list, as in [one, two]; [] for none"),
     ("router", "--set router: write section.key=value"),
     ("model.path=2024-13-01", "--set model.path=2024-13-01: not a YAML value"),

@@ -323,7 +323,7 @@ def _describe_mistake(problem: Any) -> str:
     key = ".".join(str(part) for part in problem["loc"]) or "configuration"
     if problem["type"] == "extra_forbidden":
         known = _keys_at([str(part) for part in problem["loc"][:-1]])
-        similar = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1, cutoff=0.5)
+        similar = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1, cutoff=0.54)
         return f"{key}: unknown key; " + (f"did you mean '{similar[0]}'?" if similar else f"known: {', '.join(known)}")
     message = MESSAGES.get(problem["type"]) or MESSAGES.get(problem["type"].partition("_")[0])
     if problem["input"] is None and problem["type"] == "string_type":
