@@ -362,3 +362,26 @@ def test_many_patterns_of_one_schema_have_room_together(tiny_folder: Path) -> No
     """Each costs what it costs; a dozen with a line break between two texts were refused."""
     lines = {f"p{i}": {"type": "string", "pattern": f"^.+\\n.+{i}$", "maxLength": 200 + i} for i in range(12)}
     assert goes({"type": "object", "properties": lines}, '{"p1": "a\\nb1"', tiny_folder)
+
+
+LOOP: Any = {"$defs": {"node": {"type": "object", "properties": {"of": {"type": "null"}}, "required": ["of"]}},
+             "$ref": "#/$defs/node", "type": "object", "example": {"of": 1}}
+LOOP["$defs"]["node"]["properties"]["of"] = {"anyOf": [{"$ref": "#/$defs/node", "type": ["object", "null"],
+                                                        "markdownDescription": "a *node*", "x-parts": {"part": {}}},
+                                                       {"allOf": [{"$ref": "#/$defs/node/x-last"}], "type": "null"}]}
+LOOP["$defs"]["node"]["x-last"] = {"type": "null"}
+
+
+@pytest.mark.parametrize(("change", "text", "fits"), [
+    ({}, '{"of": {"of": null}}', True), ({}, '{"of": 1', False), ({}, "null", False),
+    ({"type": "array"}, '{"of', None), ({"minProperties": 2}, "{", None)], ids=str)
+def test_beside_a_reference_of_a_loop_may_stand_what_restricts_nothing(change: Any, text: str, fits: bool | None,
+                                                                       tiny_folder: Path) -> None:
+    """OpenAPI's examples, a text for an editor, and the type that it has anyway got 400."""
+    loop = json.loads(json.dumps(LOOP))
+    loop["$defs"]["node"]["properties"]["of"]["anyOf"][0] |= change
+    if fits is None:
+        with pytest.raises(InvalidRequest, match="circular"):
+            goes(loop, text, tiny_folder)
+    else:
+        assert goes(loop, text, tiny_folder) == fits

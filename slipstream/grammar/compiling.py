@@ -58,6 +58,12 @@ EXACTLY = {"date": DAYS, "time": "^[^:]*:[^:]*:[0-5]", "date-time": f"{DAYS}[^:]
 NO_OFFSET = re.compile(r"(?!.*(\[[+-]|[+-]\]))\^(\\[d.]|[\d\[\](){}|?:,*+-])+\$", re.ASCII)
 ANNOTATIONS = {"deprecated": bool, "discriminator": dict, "nullable": bool}
 VALUES = ("const", "enum", "default", "examples")  # no schemas, whatever they look like
+# What may restrict a value or be referred to. llguidance ignores others, but beside a recursive reference refuses them.
+KEYWORDS = frozenset({
+    *LEAF_KEYWORDS, *APPLICATORS, *COUNTS, *SCHEMAS, "const", "enum", "required", "if", "then", "else", "items",
+    "prefixItems", "additionalItems", "unevaluatedItems", "contains", "minContains", "maxContains", "uniqueItems",
+    "additionalProperties", "unevaluatedProperties", "propertyNames", "dependentRequired", "dependencies", "$id",
+    "$anchor", "$schema", "$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor", "x-guidance"})
 END = "<|end of what a grammar allows|>"
 # In EBNF: what the converter cuts zeros off, so that it is another character or none; and what is two characters there,
 # but in a class of a regex, which the converter makes of it, says which others to leave out.
@@ -196,8 +202,28 @@ def _rewrite(schema: dict[str, Any]) -> None:
     for part in [*_subschemas(schema)]:
         for name in [name for name in part if _is_annotation(name, part[name])]:
             del part[name]
+    references = json.dumps([part["$ref"] for part in _subschemas(schema) if "$ref" in part])
+    for part in _subschemas(schema) if alone else ():
+        _clear_reference(schema, part, references)
     for part in reversed([*_subschemas(schema)]):
         _rewrite_property_names(schema, part)
+
+
+def _clear_reference(schema: dict[str, Any], part: dict[str, Any], references: str) -> None:
+    """Remove from beside a ``$ref`` what restricts nothing: unknown keywords without a schema that one of the
+    ``references`` (JSON) is to, and a ``type`` that it implies."""
+    alone = part["allOf"][0] if isinstance(part.get("allOf"), list) and len(part["allOf"]) == 1 else part
+    if not isinstance(alone, dict) or "$ref" not in alone:
+        return
+    for name in [name for name in part if name not in KEYWORDS and f"/{name}/" not in references]:
+        del part[name]
+    given, implied = part.get("type"), resolved(schema, {"$ref": alone["$ref"]}).get("type")
+    if _types(implied) and _types(implied) <= _types(given):
+        del part["type"]
+
+
+def _types(given: Any) -> set[str]:
+    return {each for each in (given if isinstance(given, list) else [given]) if isinstance(each, str)}
 
 
 def costly_parts(grammar: Grammar) -> list[tuple[str, Grammar]]:
