@@ -279,6 +279,14 @@ def test_eagle3(tmp_path: Path, target: Path, layout: Callable[[Path], Case]) ->
     assert torch.equal(ids, written.ids)
 
 
+def test_the_authors_heads_have_one_layer_whatever_their_config_says(tmp_path: Path, target: Path) -> None:
+    """Vicuna 13B's names the 40 layers of its target."""
+    case = authors_eagle3(target)
+    read = [read_head(write_eagle_folder(tmp_path / str(layers), case.config | {"num_hidden_layers": layers},
+                                         case.tensors), target) for layers in (1, 40)]
+    assert read[1].config == read[0].config
+
+
 @pytest.mark.parametrize("layout", EAGLE2)
 def test_eagle1_and_eagle2(tmp_path: Path, target: Path, layout: Callable[[Path], Case]) -> None:
     case = layout(target)

@@ -24,7 +24,7 @@ Rules of EAGLE-3 (``read_head``):
    ``embed_tokens.weight`` or else the target's, ``lm_head.weight`` or else the head's own embedding where the config
    ties them, or else the target's rows; ``input_norm.weight`` over all taps where ``norm_before_fc`` says so, or
    ``fc_norm.i.weight`` over each where ``fc_norm`` does (EAGLE-3.1, where ``norm_output``: what a row hands on has been
-   through the final norm).
+   through the final norm). The authors' own heads have one layer, also where ``num_hidden_layers`` is the target's.
 9. ``d2t`` holds differences: draft id i means target id ``i + d2t[i]``. ``t2d`` is a mask and only checked.
 10. Target states: tap t is the state that *enters* layer t. A config without ids means taps 2, n // 2 and n - 3 of a
    target with n layers. How ids are read depends on who wrote the config:
@@ -269,13 +269,20 @@ def read_head(folder: str | Path, target_folder: str | Path) -> EagleHead:
     """Read and check the head in ``folder`` for the target in ``target_folder``. Raises ModelError."""
     published, target = read_published_config(folder), TargetCheckpoint.of(target_folder)
     _check_kind(published, EAGLE3)
-    config, tensors, taps = _eagle_config(published, target, MAX_LAYERS), read_tensors(folder), _taps(published, target)
+    tensors, taps = read_tensors(folder), _taps(published, target)
+    if published.raw.get("architectures") == [AUTHORS_ARCHITECTURE] and not _has_layer(tensors, 1):
+        published = replace(published, raw=published.raw | {"num_hidden_layers": 1})
+    config = _eagle_config(published, target, MAX_LAYERS)
     draft_vocab = draft_vocab_size(published, tensors, config)
     shapes = _shapes(published, tensors, config, len(taps), target.hidden_size)
     tensors, vocabulary = with_target_tensors(folder, tensors, shapes, draft_vocab, config, target)
     return EagleHead(config, target.hidden_size, taps, tensors, vocabulary,
                      published.flag("norm_before_residual", None if published.speculators else False),
                      published.flag("norm_output", False))
+
+
+def _has_layer(tensors: Mapping[str, torch.Tensor], layer: int) -> bool:
+    return any(name.startswith(f"layers.{layer}.") for name in tensors)
 
 
 def read_eagle2_head(folder: str | Path, target_folder: str | Path,
