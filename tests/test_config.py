@@ -133,6 +133,11 @@ def test_no_default_port_is_one_that_a_system_gives_to_clients() -> None:
     assert len(set(ports)) == len(ports) == 7 and max(ports) < 32768
 
 
+def test_an_address_that_stands_there_twice_is_dialled_once() -> None:
+    config = load(None, ("target.drafts=[10.0.0.1:1, 10.0.0.2:1, 10.0.0.1:1]",))
+    assert config.target.drafts == ("10.0.0.1:1", "10.0.0.2:1")
+
+
 @pytest.mark.parametrize("addresses", ["[]", "[10.0.0.1:1, '[::1]:2']", "['kubernetes:///target.llm:8051']"])
 def test_addresses_that_can_be_dialled(addresses: str) -> None:
     assert isinstance(load(None, (f"target.drafts={addresses}",)).target.drafts, tuple)

@@ -73,10 +73,10 @@ def listening(value: object) -> str:
 
 
 def dialled(value: object) -> object:
-    """``value`` as a list of addresses to dial: host:port, or a service for discovery. Raises ValueError."""
+    """``value`` as a list of addresses to dial, each once: host:port, or a service for discovery. Raises ValueError."""
     if not isinstance(value, list | tuple):
         raise ValueError("write a list, as in [127.0.0.1:8051]; [] for none")
     for address in value:
         if service_address(str(address)) is None:
             host_port(str(address))
-    return value
+    return tuple(dict.fromkeys(value))  # a second link would offer the places of the same draft again
