@@ -197,6 +197,19 @@ async def test_a_list_that_is_none_changes_nothing(nonsense: object) -> None:
     assert list(watch.endpoints) == [A] and not watch.in_sync
 
 
+async def test_a_watch_that_is_never_granted_is_told_of_once() -> None:
+    """As where a role lists and does not watch: a list follows every half a minute, for days."""
+    listing = {"items": [], "metadata": {"resourceVersion": "1"}}
+    server = Lists(*[listing] * 6)
+    watch = ServiceWatch(ServiceAddress("target", "ns", "50051"), server, lambda: None, QUICK)
+    with capture_logs() as logs:
+        task = asyncio.create_task(watch.run())
+        await eventually(lambda: server.silent)
+    task.cancel()
+    assert [line["event"] for line in logs].count("slices not followed; the last list stands") == 1
+    assert [line["event"] for line in logs].count("slices listed") == 1
+
+
 async def test_a_watch_that_ends_at_once_is_not_hammered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("random.uniform", lambda low, high: high)  # the longest of the waits that may be
     async with telling(tmp_path, rules=WatchRules(backoff_min_s=0.01, backoff_max_s=5.0)) as f:

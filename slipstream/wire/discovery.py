@@ -247,7 +247,7 @@ class ServiceWatch:
         self._rules = rules
         self._slices: dict[str, tuple[Endpoint, ...]] = {}
         self._synced_s = 0.0
-        self._problem = ""
+        self._problem: tuple[bool, str] | None = None  # the latest: whether there was a list, and what was wrong
         self._log = logger("discovery", service=f"{service.service}.{service.namespace}")
 
     async def run(self) -> None:
@@ -306,9 +306,11 @@ class ServiceWatch:
                 self._log.warning("slice refused; what was known of it stays", slice=name, problem=str(error))
                 found[name] = self._slices.get(name, ())
         self._slices = found
-        if not self.in_sync:
-            self._log.info("slices listed", slices=len(found))
-        self.in_sync, self.was_listed, self._problem = True, True, ""
+        if self._problem is None or not self._problem[0]:
+            if not self.in_sync:
+                self._log.info("slices listed", slices=len(found))
+            self._problem = None
+        self.in_sync = self.was_listed = True
         self._publish()
         return version
 
@@ -332,10 +334,12 @@ class ServiceWatch:
         self._on_change()
 
     def _report(self, error: SlipstreamError) -> None:
-        # Once for each new problem: an API server may be away for hours.
-        if str(error) != self._problem:
-            self._problem = str(error)
-            self._log.warning("slices not followed; the last list stands", problem=self._problem)
+        # Once for each new problem: an API server may be away for hours, or list and never let watch.
+        watched_s = asyncio.get_running_loop().time() - self._synced_s
+        problem = self.in_sync, str(error)
+        if problem != self._problem or (self.in_sync and watched_s > HEALTHY_S):
+            self._problem = problem
+            self._log.warning("slices not followed; the last list stands", problem=problem[1])
 
 
 class Directory:
