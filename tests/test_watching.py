@@ -23,6 +23,7 @@ SELECTED = re.compile(r"\b(slipstream_[a-z_]+)\{([^}]*)\}")
 GROUPED = re.compile(r"\bby \(([^)]*)\)")
 PANELS = [(board, panel) for board in BOARDS for panel in board.panels()]
 BASE = 'namespace="n", model="m"'
+MONITOR = ("--api-versions", "monitoring.coreos.com/v1")
 
 # Alert -> (series that make it fire, minutes until it does, series of a healthy run), in promtool's notation.
 CASES: dict[str, tuple[dict[str, str], int, dict[str, str]]] = {
@@ -202,7 +203,7 @@ def test_alerts_fire_and_are_silent(alert: Alert, tmp_path: Path) -> None:
 @pytest.mark.parametrize("changes", [(), ("--set", "target.nodes=2", "--set", "config.model.tensor_parallel=2")])
 def test_another_release_does_not_hide_one_that_is_gone(changes: tuple[str, ...], tmp_path: Path) -> None:
     """Each has its rules, and its name in the pods'."""
-    objects = rendered("vllm", *changes, "--api-versions", "monitoring.coreos.com/v1")
+    objects = rendered("vllm", *changes, *MONITOR)
     (tmp_path / "alerts.yaml").write_text(yaml.safe_dump(only(objects, "PrometheusRule")["spec"]))
     set_of = "targets-0" if changes else "target-5d4-x2x"
     series = [(service, pod, namespace) for namespace, name in (("ns", "r-slipstream"), ("ns", "r-slipstream-b"),
@@ -234,10 +235,18 @@ def test_another_release_of_the_same_model_hides_nothing(tmp_path: Path) -> None
         "rule_files": ["alerts.yaml"], "evaluation_interval": "1m", "tests": [case]}, sort_keys=False))
     done = run("promtool", "test", "rules", tmp_path / "test.yaml")
     assert done.returncode == 0, done.stdout + done.stderr
-    (endpoint,) = only(rendered("cpu", "--api-versions", "monitoring.coreos.com/v1"), "PodMonitor")["spec"][
+    (endpoint,) = only(rendered("cpu", *MONITOR), "PodMonitor")["spec"][
         "podMetricsEndpoints"]
     assert {"sourceLabels": ["__meta_kubernetes_pod_label_app_kubernetes_io_instance"], "targetLabel": "release"} in (
         endpoint["relabelings"])
+
+
+def test_a_pod_monitor_leaves_our_labels_as_they_are() -> None:
+    """It calls the port "endpoint"; the requests' own label of that name became exported_endpoint."""
+    (scraped,) = only(rendered("cpu", *MONITOR), "PodMonitor")["spec"]["podMetricsEndpoints"]
+    ours = {label for used in KNOWN.values() for label in used}
+    added = {"namespace", "pod", "container", "job", "endpoint", "release", "instance"}
+    assert ours & added == {"endpoint"} and scraped["honorLabels"] is True
 
 
 def test_a_board_of_one_release_shows_no_other_of_its_namespace() -> None:
@@ -253,7 +262,7 @@ def test_a_board_of_one_release_shows_no_other_of_its_namespace() -> None:
         return {str(variable["current"]["value"]) for board in boards for variable in board["templating"]["list"]
                 if variable["name"] == "release"}
 
-    assert current("--api-versions", "monitoring.coreos.com/v1") == {"['r']"}
+    assert current(*MONITOR) == {"['r']"}
     assert current() == {"$__all"}, "who scrapes otherwise may have no such label"
 
 
