@@ -233,8 +233,8 @@ def test_what_a_head_declares(head: EagleHead) -> None:
 
 
 def test_explicit_layer_ids_name_outputs(tmp_path: Path, target: Path) -> None:
-    config = eagle_config(eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 3, 7], "use_aux_hidden_state": True})
-    assert read_head(write_eagle_folder(tmp_path, config), target).taps == (1, 4, 8)
+    config = eagle_config(eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 3, 6], "use_aux_hidden_state": True})
+    assert read_head(write_eagle_folder(tmp_path, config), target).taps == (1, 4, 7)
 
 
 @pytest.mark.parametrize("rename", [lambda n: n.replace("midlayer.", "layers.0."), lambda n: f"model.{n}",

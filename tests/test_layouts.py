@@ -173,8 +173,8 @@ def speculators(_target: Path) -> Case:
 def speculators_norms(_target: Path) -> Case:
     """The other way round in both switches, and layers named by what enters them."""
     config = speculators_config(norm_before_residual=False, norm_before_fc=True,
-                                eagle_aux_hidden_state_layer_ids=[1, 3, 8])
-    return Case(config, speculators_tensors(config), taps=(1, 3, 8), prefix="layers.0")
+                                eagle_aux_hidden_state_layer_ids=[1, 3, 7])
+    return Case(config, speculators_tensors(config), taps=(1, 3, 7), prefix="layers.0")
 
 
 def eagle31(_target: Path) -> Case:
@@ -358,6 +358,7 @@ SPECULATORS_REFUSED = [
     ({"norm_output": "yes"}, "norm_output: expected true or false"),
     ({"target_hidden_size": 64}, "target_hidden_size: the head was made for 64, the target has 48"),
     ({"eagle_aux_hidden_state_layer_ids": [2, 4, 9]}, "eagle_aux_hidden_state_layer_ids: .*8 layers"),
+    ({"eagle_aux_hidden_state_layer_ids": [4, 6, 8]}, "layer_ids: .*8 layers, before the final norm"),
     ({"eagle_aux_hidden_state_layer_ids": "2"}, "eagle_aux_hidden_state_layer_ids: expected 1 to 64 layer numbers"),
     ({"eagle_aux_hidden_state_layer_ids": [2, 4]}, r"fc.weight has shape \(48, 144\), expected \(48, 96\)"),
 ]
@@ -397,6 +398,7 @@ def test_weights_of_a_kind_that_is_not_computed_with_are_refused(tmp_path: Path,
 
 
 @pytest.mark.parametrize(("change", "match"), [
+    ({"eagle_aux_hidden_state_layer_ids": [4, 6, 8]}, "8 layers, before the final norm"),
     ({"num_aux_hidden_states": 2}, "num_aux_hidden_states: 2, but .* names 3 layers"),
     ({"bias": True}, "bias: True, but tensor fc.bias is missing"),
     ({"attention_bias": True}, "self_attn.q_proj.bias is missing"),

@@ -26,7 +26,8 @@ Rules of EAGLE-3 (``read_head``):
    ``fc_norm.i.weight`` over each where ``fc_norm`` does (EAGLE-3.1, where ``norm_output``: what a row hands on has been
    through the final norm). The authors' own heads have one layer, also where ``num_hidden_layers`` is the target's.
 9. ``d2t`` holds differences: draft id i means target id ``i + d2t[i]``. ``t2d`` is a mask and only checked.
-10. Target states: tap t is the state that *enters* layer t. A config without ids means taps 2, n // 2 and n - 3 of a
+10. Target states: tap t is the state that *enters* layer t. What leaves the last layer, before the final norm, is not
+   sent, so heads that read it are refused. A config without ids means taps 2, n // 2 and n - 3 of a
    target with n layers. How ids are read depends on who wrote the config:
    - Authors, ``eagle_aux_hidden_state_layer_ids``: id i is the *output* of layer i, so tap i + 1. But ids that equal
      the default taps are taps themselves (heads of both readings are published; SGLang tells them apart by the first
@@ -106,6 +107,9 @@ class PublishedConfig(Fields):
                 or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids)):
             raise ModelError(f"{self.where}: {name}: expected 1 to {MAX_TAPS} layer numbers, found {ids!r}")
         taps = tuple(i + by_output for i in ids)
+        if num_layers in (*ids, *taps):  # in a FeatureSpec it is the state after the norm
+            raise ModelError(f"{self.where}: {name}: {ids}: what leaves the last of the target's {num_layers} layers, "
+                             "before the final norm, is not sent; use a head that reads earlier layers")
         if not all(0 <= tap <= num_layers for tap in taps):
             raise ModelError(f"{self.where}: {name}: {ids} does not fit a target with {num_layers} layers")
         return taps
