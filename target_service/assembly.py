@@ -95,6 +95,7 @@ def assemble(config: Config, model: CausalModel, name: str, digest: str, loop: a
     max_context = min(config.target.max_context or shape.max_context, shape.max_context)
     runner = _runner(config, model, max_context)
     costs = StepCosts(*runner.profile())
+    max_context = min(max_context, runner.slots.num_slots - MAX_NODES)  # a tree may go beyond the last token
     metrics = TargetMetrics(name)
     trace = Trace(config.log.trace, "target")
     worker = TargetWorker(runner, config.target, costs, metrics, partial(deliver_on_loop, loop), trace=trace,

@@ -40,6 +40,7 @@ from slipstream.observe.metrics import RouterMetrics
 from slipstream.protocol.grammar import Grammar
 from slipstream.protocol.messages import Drop, Open
 from slipstream.protocol.requests import Request, Sampling
+from slipstream.protocol.tree import MAX_NODES
 from slipstream.wire.link import DraftLink
 from target_service.__main__ import host as host_target
 from target_service.__main__ import serve as serve_target
@@ -244,6 +245,21 @@ async def test_a_model_that_is_named_by_where_one_stands_has_a_name(tiny_folder:
     async with routing(Path("."), target.service) as router:
         page = await router.metrics()
     assert (await target.service.info()).model_id == tiny_folder.name and f'model="{tiny_folder.name}"' in page
+
+
+async def test_slots_for_less_than_the_model_reads_are_the_context_that_clients_are_told(tiny_folder: Path) -> None:
+    """A chat that named no max_tokens was given all of the model's context, and then refused, always."""
+    config = Config.model_validate({"model": {"path": str(tiny_folder), "dtype": "float32"}, "target": {"slots": 256}})
+    target = await asyncio.to_thread(build_target, config, asyncio.get_running_loop())
+    target.worker.start()
+    try:
+        async with routing(tiny_folder, target.service, model_name="tiny") as router:
+            model = (await router.http.get("/v1/models")).json()["data"][0]
+            answer = await router.post("/v1/chat/completions", messages=[{"role": "user", "content": "hi"}])
+    finally:
+        target.end()
+    assert answer.status_code == 200, answer.text
+    assert model["max_model_len"] == target.hello.max_context == 256 - MAX_NODES
 
 
 class Cluster:
