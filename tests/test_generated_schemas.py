@@ -70,14 +70,23 @@ def test_what_cannot_be_counted_is_refused_by_name(schema: Any, tiny_folder: Pat
 
 AGE: Any = {"type": "object", "properties": {"age": {"type": "integer", "nullable": True}}, "required": ["age"]}
 
+LEFT: Any = {"type": "object", "properties": {"a": {"allOf": [{"$ref": "#"}], "nullable": True}}, "required": ["a"]}
+
 
 @pytest.mark.parametrize(("schema", "text", "fits"), [
     (AGE, '{"age": null}', True), (AGE, '{"age": 31}', True), (AGE, '{"age": "', False), (AGE, "null", False),
     ({"type": "string", "nullable": True, "enum": ["a", None]}, "null", True),
+    (LEFT, '{"a": null}', True), (LEFT, '{"a": {"a": null}}', True), (LEFT, '{"a": 1', False), (LEFT, "null", False),
+    ({"items": {"$ref": "#/$defs/a", "nullable": True}, "$defs": {"a": {"type": "integer"}}}, "[null, 1]", True),
+    ({"anyOf": [{"type": "integer"}, {"type": "boolean"}], "nullable": True}, "null", True),
+    ({"oneOf": [{"type": "integer"}, {"type": "null"}], "nullable": True}, "null", True),
+    ({"oneOf": [{"type": "integer"}], "nullable": True}, "null", True), ({"allOf": [{"type": "integer"}]}, "n", False),
+    ({"anyOf": [{"type": "integer"}], "nullable": False}, "n", False),
     ({"type": "string", "nullable": True, "enum": ["a"]}, "null", False),
     ({"type": "string", "nullable": True, "maxLength": 1}, '"ab', False),
     ({"type": "string", "nullable": False}, "null", False)])
 def test_what_openapi_calls_nullable_may_be_null(schema: Any, text: str, fits: bool, tiny_folder: Path) -> None:
+    """A reference was never null: an answer of a required one to its own schema had no end."""
     assert goes(schema, text, tiny_folder) == fits
 
 

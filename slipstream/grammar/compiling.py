@@ -275,8 +275,8 @@ def _rewrite_keywords(part: dict[str, Any]) -> None:
     if "not" in part and (part["not"] == {} or part["not"] is True):  # nothing, as Go and Zod write it
         del part["not"]
         part["enum"] = []
-    if part.get("nullable") is True and isinstance(kind := part.get("type"), str) and kind != "null":
-        part["type"] = [kind, "null"]  # as OpenAPI 3.0 has it, which knows no list of types
+    if part.get("nullable") is True:  # as OpenAPI 3.0 has it, which knows no list of types
+        _allow_null(part)
     if isinstance(form, str) and form in FORMAT_PATTERNS and "pattern" not in part:
         part["pattern"] = FORMAT_PATTERNS[form]
         del part["format"]
@@ -299,6 +299,18 @@ def _rewrite_keywords(part: dict[str, Any]) -> None:
         unevaluated = part.pop("unevaluatedProperties")  # no other keyword evaluates properties
         part.setdefault("additionalProperties", unevaluated)
     _rewrite_property_counts(part)
+
+
+def _allow_null(part: dict[str, Any]) -> None:
+    kind, every, either = part.get("type"), part.get("allOf"), part.get("anyOf")
+    if isinstance(kind, str) and kind != "null":
+        part["type"] = [kind, "null"]
+    elif kind is None and isinstance(either, list):
+        part["anyOf"] = [*either, {"type": "null"}]
+    elif kind is None and either is None:
+        moved = "$ref" if "$ref" in part else "allOf" if isinstance(every, list) and len(every) == 1 else ""
+        if moved:
+            part["anyOf"] = [{moved: part.pop(moved)}, {"type": "null"}]
 
 
 def _rewrite_property_counts(part: dict[str, Any]) -> None:
