@@ -62,7 +62,7 @@ def model_folders(root: Path, sizes: Mapping[str, int] = {}) -> dict[str, Path]:
             "pard": write_tiny_model(root / "pard", noise=0.05, pard_token=258, **sizes),
             "standalone": write_tiny_model(root / "standalone", seed=5, num_hidden_layers=1, **sizes),
             "eagle3": write_eagle_folder(root / "eagle3", eagle_config(eagle_config={
-                "use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [-1, 0, 1]},
+                "use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [-1, 0, 0]},
                 target_hidden_size=hidden, **heads)),
             "block": write_block_folder(root / "block", speculators_block_config(
                 aux_hidden_state_layer_ids=[0, 1, 2], target_hidden_size=hidden,

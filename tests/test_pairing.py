@@ -42,7 +42,7 @@ GROWTH = GrowthSection(num_steps=3, topk=2, num_draft_tokens=6)
 def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random weights: a head for another target with this one's shapes."""
     return write_eagle_folder(tmp_path_factory.mktemp("pairing") / "head", eagle_config(eagle_config={
-        "use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [-1, 0, 1]}))
+        "use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [-1, 0, 0]}))
 
 
 def drafter(kind: str, folder: Path, model: Path) -> Drafter:

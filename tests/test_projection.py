@@ -63,7 +63,7 @@ from tests.tiny import VOCAB, write_tiny_model
 from tests.written import WrittenEagle3, WrittenLayer
 
 pytestmark = pytest.mark.usefixtures("servers_end")
-TAPS = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [-1, 0, 1]}
+TAPS = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [-1, 0, 0]}
 REQUEST = Request("1", tuple(b"the cat sat on the mat. the cat sat"), Sampling(), 24)
 Tensor = torch.Tensor
 

@@ -68,7 +68,7 @@ def test_records_are_what_the_drafter_that_serves_would_say(tmp_path: Path) -> N
     """In float64: the rounds that follow from a record are those of real drafting."""
     folder = write_tiny_model(tmp_path / "target")
     head = write_eagle_folder(tmp_path / "head", eagle_config(eagle_config={
-        "use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [-1, 0, 1]}))
+        "use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [-1, 0, 0]}))
     records = recorder_of(folder, head, 24, "float64")(PROMPTS)
     assert len(records[0].places) == len(records[0].answer)
     runner = ModelRunner(load_model(folder, ModelSection(dtype="float64")), 2000)

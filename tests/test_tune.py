@@ -70,7 +70,7 @@ def test_rounds_answer_as_plain_decoding_does(kind: str, tiny_folder: Path, tiny
         made = drafter(tiny_folder, tiny_draft_folder, growth)
     else:
         head = write_eagle_folder(tmp_path / "head", eagle_config(eagle_config={
-            "use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [-1, 0, 1]}))
+            "use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [-1, 0, 0]}))
         made = drafter(tiny_folder, head, growth, "eagle3")
     target, plain, drafted = runner(tiny_folder), Tally(), Tally()
     expected = Rounds(target, None, 32).answer(PROMPTS, 0, plain)

@@ -107,9 +107,6 @@ class PublishedConfig(Fields):
                 or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids)):
             raise ModelError(f"{self.where}: {name}: expected 1 to {MAX_TAPS} layer numbers, found {ids!r}")
         taps = tuple(i + by_output for i in ids)
-        if num_layers in (*ids, *taps):  # in a FeatureSpec it is the state after the norm
-            raise ModelError(f"{self.where}: {name}: {ids}: what leaves the last of the target's {num_layers} layers, "
-                             "before the final norm, is not sent; use a head that reads earlier layers")
         if not all(0 <= tap <= num_layers for tap in taps):
             raise ModelError(f"{self.where}: {name}: {ids} does not fit a target with {num_layers} layers")
         return taps
@@ -367,6 +364,9 @@ def _taps(published: PublishedConfig, target: TargetCheckpoint) -> tuple[int, ..
                                  "eagle_aux_hidden_state_layer_ids by their output")
     ids = [*default] if ids is None else ids
     by_output = not published.speculators and ids != [*default]
+    if isinstance(ids, list) and (num_layers in ids or num_layers - by_output in ids):
+        raise ModelError(f"{where}: eagle_aux_hidden_state_layer_ids: {ids}: what leaves the last of the target's "
+                         f"{num_layers} layers, before the final norm, is not sent; use a head that reads earlier ones")
     taps = published.taps("eagle_aux_hidden_state_layer_ids", ids, by_output, num_layers)
     count = published.integer("num_aux_hidden_states", len(taps))
     if count != len(taps):
