@@ -375,7 +375,7 @@ main()
 """
 
 
-@pytest.mark.parametrize("command", ["target", "tune", "train-head", "simulate"])
+@pytest.mark.parametrize("command", ["target", "tune", "train-head", "simulate", "run", "serve"])
 def test_a_command_that_needs_another_extra_says_which(command: str) -> None:
     done = subprocess.run([sys.executable, "-c", LACKING, command], capture_output=True, text=True, timeout=300)
     assert done.returncode == 1 and done.stderr == (

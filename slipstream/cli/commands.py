@@ -75,11 +75,13 @@ def run(
         first_answer,
         launched,
         require_model,
+        require_packages,
         serve_until_stopped,
         show_addresses,
     )
 
     settings, console = _settings(config, overrides), Console()
+    require_packages()
     require_model(settings)
     with launched(settings, logs, console) as launch:
         first_answer(launch, console, prompt or DEFAULT_PROMPT, max_tokens)
@@ -101,11 +103,12 @@ def serve(
 
     `slipstream serve --colocated --set draft.drafter=ngram`
     """
-    from slipstream.cli.host import launched, require_model, serve_until_stopped, show_addresses
+    from slipstream.cli.host import launched, require_model, require_packages, serve_until_stopped, show_addresses
 
     if colocated and logs is not None:
         raise ConfigError("--logs: one process logs to its standard error; leave it out, or write 2>FILE instead")
     settings, console = _settings(config, overrides), Console()
+    require_packages()
     require_model(settings)
     if colocated:
         _run_in_foreground("slipstream.cli.colocated", settings.on_one_machine())

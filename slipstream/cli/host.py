@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -57,6 +58,13 @@ INTERRUPTED_EXIT_CODE = 130
 CHECK_TOKENS = 4  # tokens of each answer in the check at start
 ENOUGH_ACCEPTED = 8  # accepted draft tokens that end the check: the drafter fits
 CHECK_S = 15.0  # at most, for all answers of the check
+
+
+def require_packages() -> None:
+    """Raises ModuleNotFoundError if a service would, with a traceback in its log."""
+    for name in ("torch", "orjson"):  # of the extras engine and router
+        if find_spec(name) is None:
+            raise ModuleNotFoundError(f"No module named '{name}'", name=name)
 
 
 def require_model(config: Config) -> None:
