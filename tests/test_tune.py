@@ -291,6 +291,9 @@ def test_drafts_that_do_not_pay_cost_nothing_on_cores_that_both_have(monkeypatch
                   Path("x"), Console()), "--temperature.*--apart"),
     (lambda: tune(Config(), {"--steps": "2", "--topk": "1", "--nodes": "2"}, None, 8, 0.0, RemoteDraft(0.001), False,
                   Path("/tmp"), Console()), "--out: /tmp is a folder; name a file, such as /tmp/tuned.yaml"),
+    (lambda: tune(Config.model_validate({"model": {"path": "none"}}), {"--steps": "2", "--topk": "1", "--nodes": "2"},
+                  None, 8, 0.0, RemoteDraft(0.001), False, Path("/proc/x.yaml"), Console()),
+     "--out: cannot write /proc/x.yaml"),
 ])
 def test_what_cannot_be_tuned_is_named(wrong: object, named: str) -> None:
     with pytest.raises(ConfigError, match=named):

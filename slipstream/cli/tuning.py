@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from shlex import quote
+from tempfile import TemporaryFile
 from time import perf_counter
 
 import torch
@@ -160,6 +161,11 @@ def _check_writable(out: Path) -> None:
         raise ConfigError(f"--out: cannot write {out}: there is no folder {out.parent}")
     if out.is_dir():
         raise ConfigError(f"--out: {out} is a folder; name a file, such as {out / 'tuned.yaml'}")
+    try:
+        with open(out, "ab") if out.exists() else TemporaryFile(dir=out.absolute().parent):
+            pass
+    except OSError as error:
+        raise ConfigError(f"--out: cannot write {out}: {error}") from error
 
 
 def _cut_prompts(context: int, prompts: Sequence[list[int]], max_tokens: int) -> list[list[int]]:
