@@ -20,6 +20,8 @@ def main() -> None:
         if error.name not in EXTRAS:
             raise
         sys.exit(f"this command needs {error.name}; run: pip install 'slipstream[router,engine]'")
+    except KeyboardInterrupt:  # while modules are imported; later typer takes it, with the same code
+        sys.exit(128 + signal.SIGINT)
 
 
 if __name__ == "__main__":

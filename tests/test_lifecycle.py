@@ -148,6 +148,13 @@ def test_the_first_process_of_a_container_ends_while_it_is_loading(tmp_path: Pat
         assert outside.wait() == 128 + signal.SIGTERM
 
 
+def test_ctrl_c_while_modules_are_imported_shows_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("raise KeyboardInterrupt")
+    done = subprocess.run([sys.executable, "-m", "slipstream"], capture_output=True, text=True, cwd=tmp_path,
+                          env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"})
+    assert (done.returncode, done.stderr) == (128 + signal.SIGINT, "")
+
+
 DRAINING = """
 import asyncio
 from slipstream.base.config import Config
