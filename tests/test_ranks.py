@@ -6,6 +6,8 @@ import asyncio
 import os
 import signal
 import socket
+import struct
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -24,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from bench.fleet import Process, free_port
 from slipstream.base.config import ModelSection
 from slipstream.base.errors import ModelError, RanksLost, Unavailable
+from slipstream.base.offload import main_command
 from slipstream.drafting.ngram import NgramDrafter
 from slipstream.engine.attention import Attention, TorchAttention
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
@@ -244,6 +247,16 @@ def test_ranks_end_with_whoever_started_them(folder: Path) -> None:
     model.close()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def test_a_rank_whose_first_one_dies_within_a_message_ends_without_a_word() -> None:
+    """Its traceback read as the cause."""
+    own, given = socket.socketpair()
+    with given, own:
+        rank = subprocess.Popen([*main_command(RANKS), str(given.fileno())], pass_fds=(given.fileno(),),
+                                stderr=subprocess.PIPE)
+        own.sendall(struct.pack("!i", 1000) + b"[1, 4")
+    assert (rank.communicate(timeout=60)[1], rank.returncode) == (b"", 0)
 
 
 def test_a_rank_is_ours_whatever_lies_in_the_folder_that_one_stands_in(folder: Path, tmp_path: Path,

@@ -43,6 +43,14 @@ def pipe_of(end: socket.socket) -> Connection[bytes, bytes]:
     return Connection(end.detach())
 
 
+def next_message(pipe: Connection[bytes, bytes]) -> bytes:
+    """Wait for the next message. Raises EOFError at the end of the pipe, also where that is within a message."""
+    try:
+        return pipe.recv_bytes()
+    except OSError as error:
+        raise EOFError from error
+
+
 @dataclass(frozen=True, slots=True)
 class ForwardOrder:
     """Run a batch on pool number ``pool``, which has ``num_slots`` slots."""

@@ -70,6 +70,7 @@ from slipstream.engine.orders import (
     WarmOrder,
     decode_order,
     encode_order,
+    next_message,
     pipe_of,
 )
 from slipstream.observe.log import configure, logger
@@ -378,7 +379,7 @@ def main() -> None:
     configure(LogSection())
     pipe = pipe_of(socket.socket(fileno=int(sys.argv[1])))
     try:
-        part = RankPart.read(pipe.recv_bytes())
+        part = RankPart.read(next_message(pipe))
         if part.section.threads:
             torch.set_num_threads(part.section.threads)
         pipe.send_bytes(READY)
@@ -391,7 +392,7 @@ def main() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # systemd sends it to all: rank 0 drains, and needs its ranks
         pipe.send_bytes(READY)
         while True:
-            follower.execute(decode_order(pipe.recv_bytes(), part.torch_device))
+            follower.execute(decode_order(next_message(pipe), part.torch_device))
     except (EOFError, ConnectionError):
         return  # rank 0 has ended, or has closed the pipe
 
