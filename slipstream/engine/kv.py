@@ -130,12 +130,23 @@ class Slots:
 
     def free(self, slots: Indices | list[int]) -> None:
         """Give slots back; each must be owned and occur once."""
+        if len(slots) > FEW_SLOTS:
+            self._free_many(np.asarray(slots, np.int64))
+            return
         places: list[int] = slots if isinstance(slots, list) else slots.tolist()
         for slot in places:
             assert not self._flags[slot], f"slot {slot} is free or named twice"
             self._flags[slot] = 1
         self._num_free += len(places)
         self._lowest = min([self._lowest, *places])
+
+    def _free_many(self, slots: Indices) -> None:
+        free = np.frombuffer(self._flags, bool)
+        assert not free[slots].any(), "a slot is free or named twice"
+        free[slots] = True
+        self._num_free += len(slots)
+        assert np.count_nonzero(free) == self._num_free, "a slot is free or named twice"
+        self._lowest = min(self._lowest, int(slots.min()))
 
     def check(self, owned: Iterable[Indices]) -> None:
         """Prove that every slot is free or in exactly one of the ``owned`` arrays, once. Raises AssertionError."""
