@@ -51,6 +51,7 @@ from slipstream.observe.metrics import RouterMetrics
 from slipstream.protocol.identity import Identity
 from slipstream.protocol.requests import Answer, Backend, Need, Piece, Request, TargetInfo
 from slipstream.wire.discovery import Roster, RosterRules
+from slipstream.wire.status import is_same_problem
 
 
 class RemoteBackend(Backend, Protocol):
@@ -296,7 +297,7 @@ class Balancer:
         else:
             target.poll_answered(info, self._mismatch(info))
             self._targets.poll_answered(target)
-        if target.problem != before:
+        if not is_same_problem(target.problem, before):
             self._log.info("target changed", target=target.name, ready=target.ready, problem=target.problem)
 
     def _mismatch(self, info: TargetInfo) -> str:

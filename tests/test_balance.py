@@ -8,6 +8,7 @@ from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
+from structlog.testing import capture_logs
 
 from router_service.balance import POLL_BATCH, Balancer, BalanceRules, Target, Targets
 from slipstream.base.errors import CapacityError, Draining, InvalidRequest, SlipstreamError, Unavailable
@@ -334,6 +335,22 @@ async def test_a_target_with_another_tokenizer_is_asked_by_nobody() -> None:
                 with pytest.raises(Unavailable):
                     await read(b.submit(request()))
     assert (len(other.requests), len(same.requests)) == (0, 20)
+
+
+async def test_a_target_whose_name_has_several_addresses_is_told_of_once() -> None:
+    """gRPC names the address that it tried last, which is another one each time."""
+    class Away(EchoTarget):
+        places = "ipv4:127.0.0.1:9: ", "ipv6:%5B::1%5D:9: ", ""
+
+        async def info(self) -> TargetInfo:
+            self.places = (*self.places[1:], self.places[0])
+            raise Unavailable(f"here:9: UNAVAILABLE last error: UNKNOWN: {self.places[0]}Failed to connect")
+
+    b = balancer(Away())
+    with capture_logs() as logs:
+        for _ in range(6):
+            await b.poll()
+    assert [line["event"] for line in logs] == ["target changed"]
 
 
 @pytest.mark.parametrize("error", [Unavailable(""), OSError()])

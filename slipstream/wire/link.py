@@ -71,7 +71,7 @@ from slipstream.wire.codec import (
     encode_target_frames,
     encode_target_hello,
 )
-from slipstream.wire.status import from_grpc_error
+from slipstream.wire.status import from_grpc_error, is_same_problem
 from slipstream.wire.tls import TlsFiles
 
 Item = TypeVar("Item")
@@ -342,7 +342,7 @@ class DraftLink:
 
     def _report(self, event: str, error: SlipstreamError, kind: str = "") -> None:
         # Once for each new problem: a draft may be away for hours.
-        if (problem := f"{kind}{error}") != self._problem:
+        if not is_same_problem(problem := f"{kind}{error}", self._problem):
             self._problem = problem
             self._log.warning(event, problem=str(error))
 

@@ -13,6 +13,7 @@ It knows nothing about services.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -47,6 +48,7 @@ METADATA = "slipstream-error-bin"
 MAX_RETRY_S = 3600.0
 # What grpc.aio puts over the peer's status when a call ends while it is written to.
 OVERWRITTEN_DETAILS = "Internal error from Core"
+PLACE = re.compile(r"ipv[46]:\S+ ")  # as gRPC names what it dialled
 CODES = {code.name: code for code in grpc.StatusCode}
 ERROR_TYPES: dict[str, type[SlipstreamError]] = {kind.__name__: kind for kind in (
     InvalidRequest, NotFound, TooLarge, PairingError, RemoteProtocolError, CapacityError, QuotaExceeded, Draining,
@@ -124,6 +126,11 @@ def from_grpc_error(error: grpc.RpcError, peer: str) -> SlipstreamError:
         return CallLost(f"{peer} ended the call while it was written to; the next attempt tells why")
     code = call.code()
     return CallLost(f"{peer}: {code.name if code is not None else 'no status'} {details}".rstrip())
+
+
+def is_same_problem(problem: str, before: str) -> bool:
+    """Whether both say the same but for the address: a name may have several, of which each is tried in its turn."""
+    return PLACE.sub("", problem) == PLACE.sub("", before)
 
 
 @contextlib.contextmanager
