@@ -74,6 +74,11 @@ class Runner:
         self.computed = dict.fromkeys(texts, 0)
         self.blocks = blocks
         self.input_batch = SimpleNamespace(vocab_size=260)
+        self.set_groups("full")
+
+    def set_groups(self, *kinds: str) -> None:
+        """The kinds of the model's KV groups, by its layers."""
+        self.kv_cache_config = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=kind) for kind in kinds])
 
     def step(self, scheduled: Mapping[str, int],
              chains: Mapping[str, Sequence[int]]) -> tuple[Any, list[list[int]], list[torch.Tensor], torch.Tensor]:
@@ -102,7 +107,10 @@ class Runner:
         for place, request in enumerate(scheduled):
             batch.token_ids_cpu[place, : len(self.texts[request])] = self.texts[request]
             table[place, : len(self.blocks[request])] = self.blocks[request]
-        batch.block_table = [SimpleNamespace(block_size=BLOCK, get_numpy_array=lambda: table)]
+        # A window's blocks go round, and the table still names those of the tokens before it.
+        tables = {"full": table, "window": np.where(table, 1 + table % 2, 0)}
+        batch.block_table = [SimpleNamespace(block_size=BLOCK, get_numpy_array=lambda blocks=tables[kind]: blocks)
+                             for kind in (group.kv_cache_spec for group in self.kv_cache_config.kv_cache_groups)]
         total = {request: count + len(chains.get(request, ())) for request, count in scheduled.items()}
         output = SimpleNamespace(finished_req_ids=set(), scheduled_spec_decode_tokens=dict(chains),
                                  num_scheduled_tokens=total, total_num_scheduled_tokens=sum(total.values()),
@@ -160,7 +168,8 @@ class Engine:
     def step(self, scheduled: Mapping[str, int], chains: Mapping[str, Sequence[int]] | None = None) -> None:
         output, sampled, inner, last = self.runner.step(scheduled, chains or {})
         last = -last if self.late else last
-        self.states.keep(lambda: batch_of(self.runner, output, sampled), inner, last, self.chains.reads_features)
+        self.states.keep(lambda: batch_of(self.runner, output, sampled, "full".__eq__), inner, last,
+                         self.chains.reads_features)
         self.chains.step(rows_of(self.runner, output, sampled), (), output.total_num_scheduled_tokens)
 
     def told(self, request: str) -> list[int]:
@@ -246,6 +255,19 @@ def test_a_prefix_hit_a_resumed_request_and_a_draft_that_comes_back_have_all_the
     engine.step({"b": 1})
     engine.step({"a": 10, "b": 1})
     engine.step({"a": len(runner.texts["a"]) - 10, "b": 1})
+    engine.step({"a": 1, "b": 1})
+    for request in ("a", "b"):
+        assert engine.told(request) == everything(engine, request)
+
+
+@pytest.mark.parametrize("groups", [("window", "full"), ("window", "window", "full", "window")])
+def test_where_layers_see_a_window_rows_are_kept_by_the_blocks_of_those_that_see_all(groups: Sequence[str]) -> None:
+    runner = Runner({"a": PROMPT, "b": PROMPT[3:]}, {"a": range(1, 30), "b": range(30, 60)})
+    runner.set_groups(*groups)
+    engine = Engine(runner)
+    engine.comes()
+    engine.step({"a": 20})
+    engine.step({"a": len(PROMPT) - 20, "b": len(PROMPT) - 3})
     engine.step({"a": 1, "b": 1})
     for request in ("a", "b"):
         assert engine.told(request) == everything(engine, request)

@@ -13,6 +13,7 @@ It knows nothing about drafts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -51,6 +52,8 @@ def patch() -> None:
                    if not hasattr(kind, name)]:
         raise ConfigError(f"this release of vLLM has no {', '.join(missing)}: install vLLM 0.32.0, or leave out "
                           "--speculative-config")
+    from vllm.v1.kv_cache_interface import is_full_attention_spec
+
     GPUModelRunner.slipstream = True
     inner = GPUModelRunner.propose_draft_token_ids
 
@@ -63,8 +66,8 @@ def patch() -> None:
         if not self.drafter.connects:
             return [[] for _ in self.input_batch.req_ids]
         if (states := self.drafter.states) is not None:
-            states.keep(lambda: batch_of(self, scheduler_output, sampled_token_ids), aux_hidden_states, hidden_states,
-                        self.drafter.chains.reads_features)
+            states.keep(lambda: batch_of(self, scheduler_output, sampled_token_ids, is_full_attention_spec),
+                        aux_hidden_states, hidden_states, self.drafter.chains.reads_features)
         return self.drafter.chains.step_lazily(lambda: rows_of(self, scheduler_output, sampled_token_ids),
                                                len(self.input_batch.req_ids), scheduler_output.finished_req_ids,
                                                scheduler_output.total_num_scheduled_tokens)
@@ -254,10 +257,13 @@ def text_of(texts: Any, index: int, length: int, vocab_size: int) -> list[int]:
     return valid
 
 
-def batch_of(runner: Any, scheduler_output: Any, sampled: list[list[int]]) -> Batch:
-    """The rows and KV blocks of each request in the step, for ``features``. With several KV groups, of the first."""
-    batch = runner.input_batch
-    count, table = len(batch.req_ids), batch.block_table[0]
+def batch_of(runner: Any, scheduler_output: Any, sampled: list[list[int]], is_lasting: Callable[[Any], bool]) -> Batch:
+    """The rows and KV blocks of each request in the step, for ``features``. The blocks are those of the first KV group
+    whose spec ``is_lasting``, or else of the first. In a group of sliding windows vLLM gives blocks before the window
+    to others, and the runner's table does not say so."""
+    batch, groups = runner.input_batch, runner.kv_cache_config.kv_cache_groups
+    lasting = next((index for index, group in enumerate(groups) if is_lasting(group.kv_cache_spec)), 0)
+    count, table = len(batch.req_ids), batch.block_table[lasting]
     scheduled = np.array([scheduler_output.num_scheduled_tokens[request] for request in batch.req_ids], np.int64)
     computed = batch.num_computed_tokens_cpu[:count].astype(np.int64)
     new = np.array([len(tokens) for tokens in sampled], np.int64)
