@@ -367,6 +367,14 @@ def test_what_an_ebnf_spells_by_numbers_or_in_classes_is_what_it_says(ebnf: str,
     assert (whole and EOS in allowed(matcher.masks(DraftTree.root_only(1, 0))[0][0])) == fits
 
 
+@pytest.mark.parametrize("regex", [r"\d{2}", r"[\d/]+", r"(\d|[^\D])*", "^[0-9]/?[0-9]$"])
+def test_digits_of_a_regex_are_those_of_numbers(regex: str, tiny_folder: Path) -> None:
+    """A model wrote \U0001fbf8 where a phone number was asked for."""
+    matcher = Vocabulary(load_tokenizer(tiny_folder), VOCAB).compile(Grammar("regex", regex), StopTokens((EOS,)))
+    assert set(allowed(matcher.masks(DraftTree.root_only(1, 0))[0][0])) - {EOS} <= {*b"0123456789/"}
+    assert matcher.commit([*b"42"]) == 2
+
+
 @pytest.mark.parametrize(("changes", "text", "fits"), [
     ({}, '{"a": "x"', False), ({}, r'{"\u0061": "x"', False), ({}, r'{"b\n": "\t"', True),
     ({"additionalProperties": {"type": "string"}}, r'{"\u0061": "x"', False),

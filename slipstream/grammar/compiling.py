@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 from urllib.parse import quote
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 from tokenizers import Tokenizer
 
@@ -126,7 +126,8 @@ def _limits(num_answered: int) -> LLParserLimits:
 def _llguidance_grammar(grammar: Grammar) -> str:
     """The grammar in llguidance's own format. Raises InvalidRequest."""
     if grammar.kind == "regex":
-        return str(LLMatcher.grammar_from_regex(grammar.source))
+        digits = regex_to_lark(grammar.source, use_ascii="d")  # \d are those of ASCII, as in a schema's patterns
+        return str(LLMatcher.grammar_from_lark(f"start: /{digits}/"))
     if grammar.kind in ("lark", "ebnf"):
         return str(LLMatcher.grammar_from_lark(as_lark(grammar)))
     if grammar.kind == "choice":
