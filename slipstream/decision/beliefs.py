@@ -249,9 +249,8 @@ class StepCosts:
         further rows are draft tokens behind ``context`` tokens."""
         cached = self._steps.get((rows, max_more, 1, context))
         if cached is None:
-            cached = self._interpolated(rows, max_more, 1)
-            if context:
-                cached = self._with_reading(cached, context)
+            cached = (self._with_reading(self.steps(rows, max_more), context) if context
+                      else self._interpolated(rows, max_more, 1))
             self._steps[rows, max_more, 1, context] = cached
         return cached
 
@@ -260,10 +259,11 @@ class StepCosts:
         ``context`` tokens add to it for one of them where all have as many."""
         cached = self._steps.get((sessions, max_more, 0, context))
         if cached is None:
-            plain_s, *others = self._interpolated(sessions, max_more, sessions)
-            cached = [plain_s, *[plain_s + (step_s - plain_s) / sessions for step_s in others]]
             if context:
-                cached = self._with_reading(cached, context)
+                cached = self._with_reading(self.step_shares(sessions, max_more), context)
+            else:
+                plain_s, *others = self._interpolated(sessions, max_more, sessions)
+                cached = [plain_s, *[plain_s + (step_s - plain_s) / sessions for step_s in others]]
             self._steps[sessions, max_more, 0, context] = cached
         return cached
 
