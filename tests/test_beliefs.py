@@ -52,6 +52,23 @@ def test_what_reading_a_long_text_takes_is_not_believed_of_short_ones() -> None:
         costs.cost(4) + (costs.cost(16, 12 * 4096) - costs.cost(4)) / 4)
 
 
+def test_what_reading_takes_on_a_machine_that_was_busy_at_start_does_not_forbid_drafts_for_ever() -> None:
+    read_s, context = 2e-7, 4096
+    costs = StepCosts({1: STEP_S, 64: 1.1 * STEP_S}, read_s=8 * read_s)
+    for _ in range(20):
+        policy = SpeculationPolicy(PolicySection(), Beliefs(costs))
+        for _ in range(200):
+            nodes = policy.decide(RoundInputs(followed=True, context=context)).verify
+            seconds = STEP_S + nodes * read_s * context
+            costs.observe(1 + nodes, seconds, nodes * context)
+            policy.observe(0.0, Round(nodes, nodes, nodes, seconds, 0.0, exchange_s=0.001 if nodes else None))
+    assert costs.cost(5, 4 * context) == pytest.approx(STEP_S + 4 * read_s * context, rel=0.1)
+    for _ in range(20_000):  # short texts say nothing about it
+        costs.steps(1, 7)
+        costs.observe(1, STEP_S)
+    assert costs.cost(5, 4 * context) == pytest.approx(STEP_S + 4 * read_s * context, rel=0.1)
+
+
 def test_a_drafter_that_was_good_is_soon_believed_to_be_bad() -> None:
     acceptance = Acceptance()
     for _ in range(100):

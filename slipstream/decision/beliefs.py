@@ -194,6 +194,8 @@ MAX_PLAIN_TRIES = 4  # steps in a row that may be asked to be plain: prompts in 
 
 
 CONTEXT_STEP = 256  # tokens: sessions of about one length share a price, and that of a short text is the profile's
+READ_DOUBT = 4.0  # what reading takes was measured in a moment, at start, when much else may have run
+READ_FADE = 0.9995  # of it, for each step behind a long text that verified nothing there
 
 
 def whole_context(num_tokens: int) -> int:
@@ -203,7 +205,8 @@ def whole_context(num_tokens: int) -> int:
 
 class StepCosts:
     """Seconds of one target step by its number of rows: a start-up profile, corrected by what steps really take. Behind
-    long texts draft tokens cost more: each reads them, for ``read_s`` seconds a token.
+    long texts draft tokens cost more: each reads them, for ``read_s`` seconds a token at start. While nothing is
+    verified behind long texts it is doubted, ever more, up to READ_DOUBT, as else it could keep drafts away for ever.
 
     Shared by all sessions of a target. Between profiled row counts it interpolates, beyond the last it goes on with the
     last slope, and it never falls as rows grow. A profile of one row count makes further rows free.
@@ -213,13 +216,13 @@ class StepCosts:
     guess, so it says of which row counts a step is ``due``.
     """
 
-    __slots__ = ("_costs", "_factors", "_last_observed", "_num_seen", "_observed", "_profile", "_read_s", "_rows",
-                 "_steps", "_visited")
+    __slots__ = ("_costs", "_factors", "_last_observed", "_least_read_s", "_num_seen", "_observed", "_profile",
+                 "_read_s", "_rows", "_steps", "_visited")
 
     def __init__(self, profile: Mapping[int, float], read_s: float = 0.0, guessed: bool = False) -> None:
         """``profile``: {rows: seconds}, at least one entry, all positive."""
         assert profile and all(rows > 0 and 0 < seconds < math.inf for rows, seconds in profile.items())
-        self._read_s = read_s
+        self._read_s, self._least_read_s = read_s, read_s / READ_DOUBT
         self._rows = sorted(profile)
         self._profile = [profile[rows] for rows in self._rows]
         self._factors = [0.0] * len(self._rows)  # logarithms
@@ -296,7 +299,8 @@ class StepCosts:
         """A step took ``seconds``; the rest as in ``cost``. What cannot be (not positive, not finite) is ignored."""
         if rows < 1 or not 0.0 < seconds < math.inf:
             return
-        surprise = math.log(seconds / self.cost(rows, num_read))
+        cost_s, reading_s = self.cost(rows, num_read), self._read_s * num_read
+        surprise = math.log(seconds / cost_s)
         if self._num_seen is None or self._visited:  # else nothing is known that it could be odd against
             surprise = max(-MAX_SURPRISE, min(MAX_SURPRISE, surprise))
         if self._num_seen is not None:
@@ -307,6 +311,10 @@ class StepCosts:
             for point in range(len(self._rows)):
                 weight = 1.0 - share if point == low else share if point == low + 1 else 0.0
                 self._factors[point] += surprise * (FAR_RATE + NEAR_RATE * weight)
+            if reading_s:
+                self._read_s *= math.exp(NEAR_RATE * surprise * reading_s / cost_s)
+            elif self._read_s > self._least_read_s and any(key[3] for key in self._steps):
+                self._read_s *= READ_FADE  # priced, and nobody read
         self._update()
 
     def _correct_guess(self, rows: int, surprise: float, num_seen: list[int]) -> None:
