@@ -28,11 +28,9 @@ import json
 import re
 import secrets
 import time
-import traceback
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from functools import cache, partial
-from os.path import basename
 from typing import Any, TypeVar
 
 import orjson
@@ -65,7 +63,7 @@ from router_service.tenants import ANYONE, ApiKeys, Tenant
 from router_service.text.deltas import CollectedAnswer, TextDelta
 from slipstream import __version__
 from slipstream.base.errors import InvalidRequest, TooLarge
-from slipstream.observe.log import logger
+from slipstream.observe.log import bug, logger
 from slipstream.observe.spans import HEADER
 from slipstream.protocol.chat import BODY_TIMEOUT_S, MAX_BODY_BYTES
 
@@ -317,7 +315,10 @@ class Surface:
             yield pending + reply.error_events(problem_of(error))
 
     def _stream_failed(self, run: Run, request_id: str, error: Exception) -> None:
-        self._log.warning("stream broken", request_id=request_id, answer_id=run.id, error=type(error).__name__)
+        if problem_of(error).status == 500:
+            self._log.error("request failed", request_id=request_id, answer_id=run.id, **bug(error))
+        else:
+            self._log.warning("stream broken", request_id=request_id, answer_id=run.id, error=type(error).__name__)
         run.fail()
         self._gateway.failed(run.job.endpoint, error)
 
@@ -492,8 +493,7 @@ class Gate:
         try:
             await self._surface(scope, receive, answer)
         except Exception as error:
-            self._log.error("request failed", request_id=request_id.decode(), error=type(error).__name__,
-                            at=_stack(error))
+            self._log.error("request failed", request_id=request_id.decode(), **bug(error))
             if not started:
                 await problem_response(problem_of(error), scope["path"])(scope, receive, answer)
 
@@ -528,8 +528,3 @@ def _key(headers: dict[Any, Any]) -> str:
     if scheme.lower() == "bearer" and key.strip():
         return key.strip()
     return api_key.strip()  # the other may be for a proxy on the way
-
-
-def _stack(error: BaseException) -> list[str]:
-    return [f"{basename(frame.filename)}:{frame.lineno} {frame.name}"
-            for frame in traceback.extract_tb(error.__traceback__)[-6:]]

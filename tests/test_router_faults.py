@@ -23,9 +23,10 @@ from router_service.dialects.openai import Plan
 from router_service.front import GatewayFront
 from router_service.listener import HttpListener
 from router_service.tenants import ANYONE, ApiKeys
-from router_service.text.tokens import LONG_TEXT
+from router_service.text.tokens import LONG_TEXT, Detokenizer
 from slipstream.base.config import RouterSection, WireSection
-from slipstream.base.errors import CapacityError, InvalidRequest, ModelError, Unavailable
+from slipstream.base.errors import CapacityError, InvalidRequest, ModelError, SlipstreamError, Unavailable
+from slipstream.client import AsyncClient
 from slipstream.observe.metrics import RouterMetrics
 from slipstream.protocol.chat import ChatOptions, Message
 from tests.echo import EchoTarget
@@ -155,6 +156,30 @@ async def test_an_error_of_ours_is_logged_under_the_request_s_id_with_its_place(
     said = capsys.readouterr()
     line = next(line for line in (said.out + said.err).splitlines() if "request failed" in line)
     assert "mine-8" in line and "ModelError" in line and "balance.py" in line
+
+
+@pytest.mark.parametrize("way", ["whole", "stream", "grpc"])
+async def test_a_bug_is_logged_by_its_place_and_without_what_a_user_wrote(
+        way: str, tiny_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    push, left = Detokenizer.push, iter(range(3))
+
+    def odd(self: Detokenizer, token: int) -> str:
+        if next(left, None) is None:
+            raise ValueError("no number: 'my secret'")
+        return push(self, token)
+
+    monkeypatch.setattr(Detokenizer, "push", odd)
+    async with routing(tiny_folder, EchoTarget(pause_s=0.02)) as r:
+        if way == "grpc":
+            async with AsyncClient(f"127.0.0.1:{r.service.grpc_port}") as client:
+                with pytest.raises(SlipstreamError):
+                    _ = [delta async for delta in client.complete("hello", max_tokens=8)]
+        else:
+            await r.post(CHAT, messages=HELLO, max_tokens=8, stream=way == "stream")
+    said = capsys.readouterr()
+    lines = [line for line in (said.out + said.err).splitlines() if "request failed" in line]
+    assert lines and all("ValueError" in line and " odd'" in line for line in lines), "that client asks again"
+    assert "my secret" not in said.out + said.err
 
 
 async def test_answers_of_one_request_that_wait_for_their_turn_are_no_slow_first_tokens(tiny_folder: Path) -> None:

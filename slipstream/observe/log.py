@@ -15,7 +15,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+import traceback
 from collections.abc import Mapping, MutableMapping
+from os.path import basename
 from typing import Any, TextIO, cast
 
 import structlog
@@ -70,6 +72,12 @@ def logger(name: str, **fields: str) -> Any:
     """A logger of one part: ``logger("router").info("draining", running=3)``. ``fields`` are in each of its
     lines."""
     return structlog.get_logger(part=name, **fields)
+
+
+def bug(error: Exception) -> dict[str, Any]:
+    """Fields of a line: the class of ``error`` and its place. Not its message, which may quote what a user wrote."""
+    return {"error": type(error).__name__, "at": [f"{basename(frame.filename)}:{frame.lineno} {frame.name}"
+                                                  for frame in traceback.extract_tb(error.__traceback__)[-6:]]}
 
 
 def refuse_private(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:

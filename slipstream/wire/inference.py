@@ -25,7 +25,8 @@ from typing import Any, Protocol, TypeVarTuple
 
 import grpc
 
-from slipstream.base.errors import InvalidRequest, RemoteProtocolError, TooLarge, Unavailable
+from slipstream.base.errors import InvalidRequest, RemoteProtocolError, TooLarge, Unavailable, status_of
+from slipstream.observe.log import bug, logger
 from slipstream.observe.spans import HEADER
 from slipstream.protocol.chat import (
     BODY_TIMEOUT_S,
@@ -62,7 +63,7 @@ from slipstream.wire.fields import (
     from_message,
     parse,
 )
-from slipstream.wire.status import Context, abort
+from slipstream.wire.status import Context, status_parts
 
 Ts = TypeVarTuple("Ts")
 TopTokens = tuple[tuple[int, str, float], ...]  # id, text and natural log
@@ -311,7 +312,7 @@ class InferenceServicer:
         except Exception as error:
             if not was_read:
                 self._on_refused(endpoint, error)
-            await abort(context, error)
+            await _abort(context, error)
 
     async def _write(self, data: bytes, context: Context) -> None:
         try:
@@ -328,7 +329,7 @@ class InferenceServicer:
             async with self._bodies.held(context.read, self._body_s, len):
                 await self._write(encode_models(await front.models()), context)
         except Exception as error:
-            await abort(context, error)
+            await _abort(context, error)
 
     async def _admit(self, context: Context) -> Front:
         shown, trace = (_metadata_value(context, name) for name in ("authorization", HEADER))
@@ -338,6 +339,13 @@ class InferenceServicer:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "send a valid key as 'authorization: Bearer <key>'")
             raise PermissionError  # abort has raised
         return front
+
+
+async def _abort(context: Context, error: Exception) -> None:
+    """End a call with ``error``; never returns."""
+    if status_of(error)[1] == 500:
+        logger("grpc").error("request failed", **bug(error))
+    await context.abort(*status_parts(error))
 
 
 def _metadata_value(context: Context, name: str) -> str:
