@@ -216,6 +216,8 @@ def named(names: Any, **further: Any) -> Any:
 
 
 REFERRED: Any = {"$defs": {"City": {"type": "string", "description": "a city"}}, "properties": {"a": {"type": "null"}}}
+ZOD_KEY = ("^([0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[1-8][0-9a-fA-F]{3}-[89abAB][0-9a-fA-F]{3}-[0-9a-fA-F]{12}|00000000-0000-"
+           "0000-0000-000000000000|ffffffff-ffff-ffff-ffff-ffffffffffff)$")
 DAY, MOMENT, KEY = ({"format": form} for form in ("date", "date-time", "uuid"))
 
 
@@ -230,16 +232,25 @@ DAY, MOMENT, KEY = ({"format": form} for form in ("date", "date-time", "uuid"))
     (named(MOMENT), '{"2024-02-29T23:59:59.5+02:00": 1, "2023-01-01T00:00:00Z": 2}', True),
     (named(MOMENT), '{"2024-02-29T24', False), (named(MOMENT), '{"2024-02-30', False),
     (named(MOMENT), '{"2024-02-29T23:59:59"', False),
-    (named(KEY), '{"0123abCD-0000-4000-8000-00000000000f": 1}', True), (named(KEY), '{"0123abCD-000-', False)], ids=str)
+    (named(KEY), '{"0123abCD-0000-4000-8000-00000000000f": 1}', True), (named(KEY), '{"0123abCD-000-', False),
+    (named({"format": "email"}), '{"a.b@c.org": 1}', True), (named({"format": "email"}), '{"a.b@c"', False),
+    (named({"format": "uri"}), '{"https://a.b/c": 1}', True), (named({"format": "uri"}), '{"a b', False),
+    (named({**KEY, "pattern": ZOD_KEY}), '{"0123abCD-0000-4000-8000-00000000000f": 1}', True),
+    (named({**KEY, "pattern": ZOD_KEY}), '{"0123abCD-0000-9', False),
+    (named({"format": "email", "pattern": EMAIL}), '{"a.b@c.org": 1}', True),
+    (named({**KEY, "pattern": ZOD_KEY}, properties={}, patternProperties={"": {"type": "null"}}),
+     '{"0123abCD-0000-4000-8000-00000000000f": null}', True),
+    (named({"enum": ["a"]}, properties={}, patternProperties={"": {"type": "null"}}), '{"b', False)], ids=str)
 def test_names_of_a_dictionary_are_texts_days_or_keys(schema: Any, text: str, fits: bool, tiny_folder: Path) -> None:
     """What Pydantic writes of a dict whose keys are described, paths, dates or UUIDs got 400, what Zod of a described
-    key."""
+    key, an email, a URI, and of a pattern beside a format, and all that Effect does."""
     assert goes(schema, text, tiny_folder) == fits
 
 
 @pytest.mark.parametrize("names", [
     {"$ref": "#/$defs/City", "maxLength": 3}, {"$ref": "#/$defs/None"}, {"type": "integer"}, {"pattern": ["a"]},
-    {"format": "date", "pattern": "^2"}, {"format": "email"}, {"format": "date", "enum": ["a"]}, 3, None], ids=str)
+    {"format": "date", "pattern": "^2"}, {"format": "ipv4"}, {"format": "date", "enum": ["a"]}, 3, None,
+    {"format": ["date"], "pattern": "^2"}, {"format": "uuid", "pattern": "^x-|[0-9a-fA-F]{8}$"}], ids=str)
 def test_names_that_cannot_be_kept_to_are_refused(names: Any, tiny_folder: Path) -> None:
     with pytest.raises(InvalidRequest, match="propertyNames"):
         goes(named(names, **REFERRED), "{}", tiny_folder)

@@ -27,7 +27,13 @@ from slipstream.base.errors import InvalidRequest, ModelError
 from slipstream.grammar.conditions import rewrite_conditions
 from slipstream.grammar.exclusive import listed_values, resolved, rewrite_one_of
 from slipstream.grammar.matcher import Matcher, StopTokens
-from slipstream.grammar.patterns import FORMAT_PATTERNS, NAME_FORMATS, STRICTER_FORMATS, without_lookaheads
+from slipstream.grammar.patterns import (
+    FORMAT_PATTERNS,
+    IMPLYING,
+    NAME_FORMATS,
+    STRICTER_FORMATS,
+    without_lookaheads,
+)
 from slipstream.grammar.presence import rewrite_presence
 from slipstream.protocol.grammar import Grammar
 
@@ -258,12 +264,17 @@ def _rewrite_property_names(schema: dict[str, Any], part: dict[str, Any]) -> Non
     pattern, form = names.get("pattern"), names.get("format")
     if isinstance(form, str) and form in NAME_FORMATS and pattern == EXACTLY.get(form):
         pattern, keywords = NAME_FORMATS[form], {"pattern"} | keywords - {"format"}
-    if part.keys() & {"properties", "patternProperties"}:
+    elif isinstance(form, str) and isinstance(pattern, str) and form in IMPLYING and IMPLYING[form].fullmatch(pattern):
+        keywords -= {"format"}
+    patterns = part.get("patternProperties", {})
+    if part.get("properties") or not isinstance(patterns, dict) or patterns.keys() - {""}:
         return
+    value = patterns.get("", value)  # as Effect writes it
     if keywords == {"pattern"} and isinstance(pattern, str):
         part["patternProperties"] = {pattern: value}
     elif listed is not None and all(isinstance(name, str) for name in listed) and len(keywords) == 1 and (
             len(listed) * len(json.dumps(value)) <= MOST_WRITTEN):
+        part.pop("patternProperties", None)
         part["properties"] = dict.fromkeys(listed, value)
     else:
         return
