@@ -105,6 +105,19 @@ def angelslim(_target: Path) -> Case:
     return Case(config, eagle_tensors(config))
 
 
+def angelslim_by_its_target(_target: Path) -> Case:
+    """With the type of its Qwen3: the layer is Llama's all the same, without norms of queries and keys."""
+    config = eagle_config(model_type="qwen3", attention_bias=False, max_window_layers=28, sliding_window=None,
+                          use_sliding_window=False)
+    return Case(config, eagle_tensors(config))
+
+
+def specforge_by_its_target(_target: Path) -> Case:
+    """With the type of its QwQ: without the biases of a Qwen2."""
+    config = eagle_config(model_type="qwen2", max_window_layers=64, sliding_window=32768, use_sliding_window=False)
+    return Case(config, eagle_tensors(config))
+
+
 def of_a_model_that_sees(_target: Path) -> Case:
     """SpecForge's and AngelSlim's for Qwen2.5-VL: in text all three of its positions are one."""
     rope = {"type": "mrope", "mrope_section": [1, 1, 2]}
@@ -184,7 +197,8 @@ def eagle31(_target: Path) -> Case:
 
 
 EAGLE3 = (authors_eagle3, specforge, angelslim, deepspec, two_states, nested_names, tied_lm_head, absent_lm_head,
-          whole_vocabulary, biases_everywhere, speculators, speculators_norms, eagle31, of_a_model_that_sees)
+          whole_vocabulary, biases_everywhere, speculators, speculators_norms, eagle31, of_a_model_that_sees,
+          angelslim_by_its_target, specforge_by_its_target)
 
 
 def authors_eagle1(_target: Path) -> Case:

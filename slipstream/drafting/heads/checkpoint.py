@@ -73,7 +73,9 @@ MAX_TAPS = 64  # as on the wire
 PREFIXES = (("model.", ""), ("midlayer.", f"{LAYER}."), ("transformer.", f"{LAYER}."), ("fusion_fc.", "fc."))
 IGNORED_TENSORS = ("rotary_emb.inv_freq", "embed_tokens.weight", "lm_head.weight", "verifier_norm.weight",
           "verifier_lm_head.weight", "t2d")  # what published files hold beside what a head computes with
-LLAMA_TYPES = ("mixtral", "phi3")  # types that published configs copy from the target: the head's layer is Llama's
+# Types that published configs copy from the target. Without this tensor, if one is named, the head's layer is Llama's.
+LLAMA_TYPES = {"mixtral": "", "phi3": "", "qwen2": f"{LAYER}.self_attn.q_proj.bias",
+               "qwen3": f"{LAYER}.self_attn.q_norm.weight"}
 VOCABULARY_MAPS = ("d2t", "t2d")  # tensors that are no weights
 NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType({
     "logit_scale": (1,), "logits_scaling": (1,), "final_logit_softcapping": (), "embedding_multiplier": (1,),
@@ -134,8 +136,6 @@ def layer_config(published: PublishedConfig, target: TargetCheckpoint, most_laye
     published.require_neutral(NEUTRAL)
     if raw.get("layer_types") is not None:
         raw["use_sliding_window"] = False  # the list says which layers do
-    if raw.get("model_type") in LLAMA_TYPES and "LlamaForCausalLM" in str(raw.get("architectures")):
-        raw["model_type"] = "llama"
     config = parse_config({"model_type": "llama"} | raw, where)
     if config.num_layers > most_layers:
         expected = "1" if most_layers == 1 else f"1 to {most_layers}"
@@ -273,7 +273,7 @@ def read_head(folder: str | Path, target_folder: str | Path) -> EagleHead:
     tensors, taps = read_tensors(folder), _taps(published, target)
     if published.raw.get("architectures") == [AUTHORS_ARCHITECTURE] and not _has_layer(tensors, 1):
         published = replace(published, raw=published.raw | {"num_hidden_layers": 1})
-    config = _eagle_config(published, target, MAX_LAYERS)
+    config = _eagle_config(published, target, tensors, MAX_LAYERS)
     draft_vocab = draft_vocab_size(published, tensors, config)
     shapes = _shapes(published, tensors, config, len(taps), target.hidden_size)
     tensors, vocabulary = with_target_tensors(folder, tensors, shapes, draft_vocab, config, target)
@@ -292,9 +292,9 @@ def read_eagle2_head(folder: str | Path, target_folder: str | Path,
     Raises ModelError."""
     published, target = read_published_config(folder), TargetCheckpoint.of(target_folder)
     _check_kind(published, EAGLE2)
-    config = _eagle_config(published, target)
-    published.require_equal("hidden_size", config.hidden_size, target.hidden_size)
     tensors = read_tensors(folder)
+    config = _eagle_config(published, target, tensors)
+    published.require_equal("hidden_size", config.hidden_size, target.hidden_size)
     if "fc.weight" not in tensors:
         raise ModelError(f"{folder}: tensor fc.weight is missing: this is no EAGLE-1 or EAGLE-2 head; a whole model is "
                          "for draft.drafter: standalone")
@@ -308,17 +308,21 @@ def read_eagle2_head(folder: str | Path, target_folder: str | Path,
                      joint=True)
 
 
-def _eagle_config(published: PublishedConfig, target: TargetCheckpoint, most_layers: int = 1) -> ModelConfig:
+def _eagle_config(published: PublishedConfig, target: TargetCheckpoint, tensors: Mapping[str, torch.Tensor],
+                  most_layers: int = 1) -> ModelConfig:
     """``layer_config`` of layers that may slide, all of them with one window. Of a longer list the first ones count."""
     published.require_neutral({"is_causal": (True,)})
+    own = LLAMA_TYPES.get(str(published.raw.get("model_type")))
+    if own is not None and own not in tensors and "LlamaForCausalLM" in str(published.raw.get("architectures")):
+        published = replace(published, raw=published.raw | {"model_type": "llama"})
     config, kinds = layer_config(published, target, most_layers), published.raw.get("layer_types") or []
     listed = isinstance(kinds, list)
-    own = kinds[: config.num_layers] if listed else kinds
-    if listed and own and all(kind == "sliding_attention" for kind in own):
+    first = kinds[: config.num_layers] if listed else kinds
+    if listed and first and all(kind == "sliding_attention" for kind in first):
         return replace(config, sliding_window=published.integer("sliding_window", low=MAX_NODES))
-    if not listed or not all(kind == "full_attention" for kind in own):
+    if not listed or not all(kind == "full_attention" for kind in first):
         raise ModelError(f"{published.where}: layer_types: expected full_attention for all of the head's layers, or "
-                         f"sliding_attention, found {own!r}")
+                         f"sliding_attention, found {first!r}")
     return config
 
 
