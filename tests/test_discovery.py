@@ -259,6 +259,17 @@ async def test_what_the_api_server_refused_is_said(tmp_path: Path, status: int) 
     await server.stop()
 
 
+async def test_why_no_api_server_can_be_asked_is_said(tmp_path: Path) -> None:
+    """Its name is not known, it refuses, its certificate is another's: each was the name of a class."""
+    server = StandIn()
+    await server.start()
+    await server.stop()
+    asked = await api_server(kubeconfig(tmp_path, server))
+    with pytest.raises(Unavailable, match=r"ClientConnectorError: .*Connect call failed"):
+        await asked.api_version()
+    await asked.aclose()
+
+
 @pytest.mark.parametrize("user", ["{tokenFile: token}", "{exec: {apiVersion: client.authentication.k8s.io/v1, "
                                   "command: cat, args: [CREDENTIAL]}}"], ids=["file", "plugin"])
 async def test_a_token_of_a_kubeconfig_is_asked_for_again(tmp_path: Path, user: str) -> None:

@@ -29,7 +29,7 @@ from kubernetes.aio.client.exceptions import ApiException
 from kubernetes.aio.config import ConfigException, load_incluster_config, load_kube_config
 
 from slipstream.base.address import ServiceAddress
-from slipstream.base.errors import ConfigError, RemoteProtocolError, Unavailable
+from slipstream.base.errors import ConfigError, RemoteProtocolError, Unavailable, first_line
 
 GROUP = "discovery.k8s.io"
 VERSIONS = ("v1", "v1beta1")  # best first
@@ -146,4 +146,4 @@ async def _failures_as_unavailable(action: str, within_s: float = REQUEST_S) -> 
     except TimeoutError as error:
         raise Unavailable(f"the API server did not answer within {within_s:g} s: {action}") from error
     except (aiohttp.ClientError, ConfigException, OSError, ValueError) as error:
-        raise Unavailable(f"the API server cannot be asked to {action}: {type(error).__name__}") from error
+        raise Unavailable(f"the API server cannot be asked to {action}: {first_line(error)}") from error
