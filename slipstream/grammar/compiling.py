@@ -173,10 +173,11 @@ def llguidance_schema(source: str) -> dict[str, Any]:
     schema = _parse(source)
     if not isinstance(schema, dict):
         raise InvalidRequest("grammar", "must be a JSON object")
-    for part in _subschemas(schema):
+    parts = [*_subschemas(schema)]
+    for part in parts:
         _check_bounds(part)
         _check_constants([part.get("const"), part.get("enum")])
-    _rewrite(schema)
+    _rewrite(schema, parts)
     own = schema.get("x-guidance")
     options = {**(own if isinstance(own, dict) else {}), "whitespace_pattern": SPACE}
     if any(map(_is_open, _subschemas(schema))) and not CONTROL.search(source):
@@ -191,8 +192,8 @@ def _parse(source: str) -> Any:
         raise _not_json(error) from error
 
 
-def _rewrite(schema: dict[str, Any]) -> None:
-    parts = [*_subschemas(schema)]
+def _rewrite(schema: dict[str, Any], parts: list[dict[str, Any]]) -> None:
+    """``parts``: all of ``schema`` as it is."""
     alone = not any("$id" in part for part in parts[1:])  # else "#" there is no part of ``schema``
     for part in parts if alone else ():
         rewrite_conditions(schema, part)
@@ -202,17 +203,18 @@ def _rewrite(schema: dict[str, Any]) -> None:
         rewrite_one_of(schema, [*_subschemas(schema)])
     for part in _subschemas(schema):
         _rewrite_keywords(part)
-    for part in _subschemas(schema):
-        if alone and "$ref" in part and resolved(schema, part).get("enum") == []:  # for which llguidance refuses all
+    parts = [*_subschemas(schema)]
+    for part in parts if alone else ():
+        if "$ref" in part and resolved(schema, part).get("enum") == []:  # for which llguidance refuses all
             del part["$ref"]
             part["enum"] = []
-    for part in [*_subschemas(schema)]:
+    references = json.dumps([part["$ref"] for part in parts if "$ref" in part])
+    for part in parts:
         for name in [name for name in part if _is_annotation(name, part[name])]:
             del part[name]
-    references = json.dumps([part["$ref"] for part in _subschemas(schema) if "$ref" in part])
-    for part in _subschemas(schema) if alone else ():
-        _clear_reference(schema, part, references)
-    for part in reversed([*_subschemas(schema)]):
+        if alone:
+            _clear_reference(schema, part, references)
+    for part in reversed(parts):
         _rewrite_property_names(schema, part)
 
 
