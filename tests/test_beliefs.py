@@ -99,8 +99,23 @@ def test_who_often_has_nothing_to_propose_is_not_waited_for_long() -> None:
         beliefs.budget.left_s = 0.0
         assert (policy.decide(RoundInputs(followed=True)).wait_s == 0.0) is rare
         beliefs.acceptance(False).num_texts = FIRST_TEXTS
-        _, share = beliefs.begin_session(False, 1.0)
+        _, share, _ = beliefs.begin_session(False, 1.0)
         assert share == pytest.approx(0.1 if rare else 1.0, abs=0.05), "a new answer expects as much"
+
+
+@pytest.mark.parametrize("end", ["closed", "forbidden", "drafted", "waited"])
+def test_an_answer_that_drafts_nothing_does_not_use_up_a_guess(end: str) -> None:
+    beliefs = free()
+    beliefs.acceptance(False).num_texts, beliefs.budget.left_s = FIRST_TEXTS, 1.0
+    policy = SpeculationPolicy(PolicySection(), beliefs)
+    paid_s = 1.0 - beliefs.budget.left_s
+    assert paid_s > 0.0
+    if end == "forbidden":
+        policy.forbid(0.0)
+    elif end != "closed":
+        policy.observe(0.0, GOOD if end == "drafted" else Round(0, 0, 0, STEP_S, 0.002))
+    policy.close()
+    assert beliefs.budget.left_s == pytest.approx(1.0 if end in ("closed", "forbidden") else 1.0 - paid_s, abs=0.01)
 
 
 def test_time_that_passes_begins_no_probe_of_what_is_in_use() -> None:

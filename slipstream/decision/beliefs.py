@@ -502,18 +502,18 @@ class Beliefs:
         self.without_drafter.add(earned_s, spent_s if lookup else earned_s, 0.0, lookup)
         self.time_value = max(1.0, self.without_drafter.gain)
 
-    def begin_session(self, sampled: bool, price_s: float) -> tuple[Acceptance, float]:
+    def begin_session(self, sampled: bool, price_s: float) -> tuple[Acceptance, float, float]:
         """What a new session believes of draft tokens, and in which share of exchanges there are any: as others have
         seen it, once there are some: one text may be the hardest of all. If the budget has ``price_s`` it begins with a
         guess, so that a changed world is seen; what a row of tried waits would lose stays there, as behind waits that
-        are too long a guess shows nothing."""
+        are too long a guess shows nothing. Also what was paid for that."""
         shared = self._acceptance[sampled]
         if shared.num_texts < FIRST_TEXTS:
-            return shared.fresh(), 1.0
+            return shared.fresh(), 1.0, 0.0
         if self.budget.left_s < price_s + self.budget.trials_left * self.latency.least_s(0.0):
-            return shared.inherit(), self._hit_rate
+            return shared.inherit(), self._hit_rate, 0.0
         self.budget.pay(price_s)
-        return shared.fresh(), 1.0
+        return shared.fresh(), 1.0, price_s
 
     def observe_exchange(self, drafted: bool) -> None:
         """An exchange of any session, and whether it gave something to verify."""

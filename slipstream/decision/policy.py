@@ -103,7 +103,7 @@ class SpeculationPolicy:
         self._beliefs = beliefs
         self._rules = rules = rules or Rules.of(config)
         self._plain_s = beliefs.costs.cost(1)  # of the latest round
-        acceptance, share = beliefs.begin_session(sampled, PATIENCE * self._plain_s)
+        acceptance, share, self._guess_s = beliefs.begin_session(sampled, PATIENCE * self._plain_s)
         self._state = SessionState(SPECULATE if self._can_draft else PLAIN, acceptance, config.max_nodes,
                                    self._can_draft, hit_rate=share)
         self._shared_acceptance = beliefs.acceptance(sampled)
@@ -185,6 +185,7 @@ class SpeculationPolicy:
         """The session is over: it asks for no drafts, and its unspent budget is free for others."""
         if self._decision is not None:
             self._refund(self._decision)
+        self._refund_guess()
         self._end_probe()
         self._set_asking(False)
 
@@ -197,6 +198,11 @@ class SpeculationPolicy:
             self._state.trying = False
         else:
             self._beliefs.budget.pay(-decision.budget_s)
+
+    def _refund_guess(self) -> None:
+        """A session that neither drafted nor waited has lost nothing by the guess that it began with."""
+        self._beliefs.budget.pay(-self._guess_s)
+        self._guess_s = 0.0
 
     def observe(self, now_s: float, round_: Round) -> Transition | None:
         """A round is over. Every commit is reported, plain ones too."""
@@ -249,6 +255,7 @@ class SpeculationPolicy:
             state.acceptance.observe(drafted, round_.accepted, round_.depth)
             self._shared_acceptance.observe(drafted, round_.accepted, round_.depth)
         if drafted or wait_s > 0:
+            self._guess_s = 0.0
             state.hit_rate += 0.1 * ((drafted > 0) - state.hit_rate)
             beliefs.observe_exchange(drafted > 0)
         if not round_.first_exchange:  # which teaches nothing
@@ -301,6 +308,7 @@ class SpeculationPolicy:
 
     def forbid(self, now_s: float) -> Transition | None:
         """The operator, the client or the router wants no drafter from now on."""
+        self._refund_guess()
         self._state.allowed = False
         return self._switch_mode(now_s, PLAIN, "operator")
 
