@@ -52,6 +52,17 @@ class SpeculativeAlgorithm:
 
     known: dict[str, CustomSpecAlgo]
 
+    def create_future_map(self, device: str, req_to_token_pool: Any, needs_cpu_seq_lens: bool = True,
+                          needs_confidence_relay: bool = False) -> Any:
+        """Of algorithms of SGLang's own alone, but its scheduler asks all of them, as it does the next two."""
+        return SimpleNamespace(spec_algo=self, device=device, needs_cpu_seq_lens=needs_cpu_seq_lens)
+
+    def carries_draft_hidden_states(self) -> bool:
+        return False
+
+    def need_topk(self) -> bool:
+        return False
+
     @classmethod
     def register(cls, name: str, *, supports_overlap: bool = False,
                  validate_server_args: Callable[[Any], None] | None = None,

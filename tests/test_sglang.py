@@ -225,6 +225,13 @@ def test_the_algorithm_is_one_of_the_n_gram_kind(known: dict[str, CustomSpecAlgo
     assert not given.enable_mixed_chunk and given.speculative_eagle_topk == 10 and given.speculative_num_steps == 1
 
 
+def test_the_algorithm_answers_what_the_scheduler_asks_as_it_begins(known: dict[str, CustomSpecAlgo]) -> None:
+    algorithm: Any = known[NAME]
+    assert not algorithm.carries_draft_hidden_states() and not algorithm.need_topk()
+    relay = algorithm.create_future_map("cpu", SimpleNamespace(), needs_cpu_seq_lens=True, needs_confidence_relay=False)
+    assert relay.spec_algo is algorithm and relay.needs_cpu_seq_lens
+
+
 @pytest.mark.parametrize(("changes", "words"), [
     ({"tp_size": 2}, "--tp-size 2"), ({"speculative_adaptive_config": None}, "--speculative-adaptive-config"),
     ({"speculative_adaptive_config": "/nowhere.json"}, "/nowhere.json"),

@@ -12,7 +12,7 @@ one would draft trees of its own. It knows nothing about drafts.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +44,33 @@ def adapt() -> None:
         def has_draft_kv(self) -> bool:
             return False
 
+        # The scheduler asks the next three of every algorithm, and those of the registry lack them in 0.5.23.
+        def carries_draft_hidden_states(self) -> bool:
+            return False
+
+        def need_topk(self) -> bool:
+            return False
+
+        def create_future_map(self, *args: Any, **kwargs: Any) -> Any:
+            return SpeculativeAlgorithm.create_future_map(self, *args, **kwargs)
+
         def handle_server_args(self, server_args: Any) -> None:
             settle(server_args)
 
-    class RemoteWorker(NGRAMWorker):  # type: ignore[misc]
+    def factory(server_args: Any) -> type:
+        return worker_of(NGRAMWorker, resolving_view)
+
+    register = SpeculativeAlgorithm.register(NAME, supports_overlap=True, validate_server_args=check,
+                                             spec_class=Algorithm)
+    register(factory)
+
+
+def worker_of(ngram_worker: Any, resolved: Callable[[Any], Any]) -> type:
+    """Our worker, a subclass of ``ngram_worker``, SGLang's. ``resolved``: gives the arguments that are in force."""
+    class RemoteWorker(ngram_worker):  # type: ignore[misc]
         def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
             super().__init__(server_args, gpu_id, nccl_port, target_worker)
-            resolved_args = resolving_view(server_args)  # the record has what was written alone
+            resolved_args = resolved(server_args)  # the record has what was written alone
             options, shape = options_of(resolved_args), target_worker.model_config
             metrics = TargetMetrics(str(resolved_args.model_path))
             chains = Chains(options.section(self.draft_token_num - 1), metrics)
@@ -69,12 +89,7 @@ def adapt() -> None:
             super().clear_cache_pool()
             self.trees.forget()
 
-    def factory(server_args: Any) -> type:
-        return RemoteWorker
-
-    register = SpeculativeAlgorithm.register(NAME, supports_overlap=True, validate_server_args=check,
-                                             spec_class=Algorithm)
-    register(factory)
+    return RemoteWorker
 
 
 def hello_of(server_args: Any, shape: Any) -> TargetHello:
