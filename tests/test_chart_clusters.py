@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.kube import helm, only, rendered, run
+from tests.kube import PROFILES, VLLM, helm, only, rendered, run
 from tests.test_chart import KUBERNETES, pods
 
 KEDA = ("--set", "target.autoscaling.keda.enabled=true", "--set",
@@ -112,3 +112,10 @@ def test_an_api_server_is_reached_where_it_listens(port: int) -> None:
     for role in ("router", "target"):
         rules = only(rendered("h100"), "NetworkPolicy", f"r-slipstream-{role}")["spec"]["egress"]
         assert any({"protocol": "TCP", "port": port} in rule["ports"] for rule in rules), role
+
+
+@pytest.mark.parametrize("profile", [*PROFILES, *VLLM])
+def test_a_profile_asks_for_one_kind_of_gpu(profile: str) -> None:
+    """Drafts of a model on H200s asked for H100s, and waited in a cluster that has none."""
+    kinds = {pod["nodeSelector"]["nvidia.com/gpu.product"] for pod in pods(rendered(profile)) if "nodeSelector" in pod}
+    assert len(kinds) == (profile != "cpu"), kinds
