@@ -210,6 +210,20 @@ async def test_a_watch_that_is_never_granted_is_told_of_once() -> None:
     assert [line["event"] for line in logs].count("slices listed") == 1
 
 
+async def test_a_server_that_is_away_when_lists_are_due_is_told_of_once_and_so_is_its_return(tmp_path: Path) -> None:
+    with capture_logs() as logs:
+        async with telling(tmp_path, rules=WatchRules(resync_s=0.05, backoff_min_s=0.01, backoff_max_s=0.05)) as f:
+            await f.ready()
+            await asyncio.sleep(0.2)
+            f.server.refuse = 503
+            await eventually(lambda: not f.directory.in_sync)
+            await asyncio.sleep(0.3)
+            f.server.refuse = 0
+            await eventually(lambda: f.directory.in_sync)
+    said = [line["event"] for line in logs if line["event"].startswith("slices")]
+    assert said == ["slices listed", "slices not followed; the last list stands", "slices listed"], said
+
+
 async def test_a_watch_that_ends_at_once_is_not_hammered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("random.uniform", lambda low, high: high)  # the longest of the waits that may be
     async with telling(tmp_path, rules=WatchRules(backoff_min_s=0.01, backoff_max_s=5.0)) as f:

@@ -247,6 +247,7 @@ class ServiceWatch:
         self._rules = rules
         self._slices: dict[str, tuple[Endpoint, ...]] = {}
         self._synced_s = 0.0
+        self._is_listed = False  # in this turn of list and watch
         self._problem: tuple[bool, str] | None = None  # the latest: whether there was a list, and what was wrong
         self._log = logger("discovery", service=f"{service.service}.{service.namespace}")
 
@@ -254,7 +255,7 @@ class ServiceWatch:
         """Follow until cancelled."""
         loop, attempt = asyncio.get_running_loop(), 0
         while True:
-            self._synced_s = loop.time()
+            self._synced_s, self._is_listed = loop.time(), False
             try:
                 await self._list_and_watch()
                 attempt = 0
@@ -310,7 +311,7 @@ class ServiceWatch:
             if not self.in_sync:
                 self._log.info("slices listed", slices=len(found))
             self._problem = None
-        self.in_sync = self.was_listed = True
+        self.in_sync = self.was_listed = self._is_listed = True
         self._publish()
         return version
 
@@ -336,8 +337,8 @@ class ServiceWatch:
     def _report(self, error: SlipstreamError) -> None:
         # Once for each new problem: an API server may be away for hours, or list and never let watch.
         watched_s = asyncio.get_running_loop().time() - self._synced_s
-        problem = self.in_sync, str(error)
-        if problem != self._problem or (self.in_sync and watched_s > HEALTHY_S):
+        problem = self._is_listed, str(error)
+        if problem != self._problem or (self._is_listed and watched_s > HEALTHY_S):
             self._problem = problem
             self._log.warning("slices not followed; the last list stands", problem=problem[1])
 
