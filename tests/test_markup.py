@@ -130,6 +130,8 @@ SAID: dict[str, tuple[Style, str, Told]] = {
                 ("", "So:", [PARIS, NOW])),
     "granite, bare": (Style((GRANITE,)), '[{"name": "now", "arguments": {}}]', ("", "", [NOW])),
     "llama": (BARE, f'{LLAMA}{{"type": "function", "name": "weather", "parameters": {JSON}}}', ("", "", [PARIS])),
+    "llama, two": (BARE, f'{LLAMA}{{"name": "weather", "parameters": {JSON}}}; {{"name": "now", "parameters": {{}}}}',
+                   ("", "", [PARIS, NOW])),
     "llama, bare": (BARE, f'\n{{"name": "weather", "parameters": {JSON}}}; {{"name": "now", "parameters": {{}}}}',
                     ("", "", [PARIS, NOW])),
     "llama, behind words": (

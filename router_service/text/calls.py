@@ -225,7 +225,7 @@ class CallParser:
                 raise NoCall
             yield from self._object(known_only)
             if not (is_list or known_only):
-                yield from self._scanner.skip_blanks()
+                yield from self._scanner.skip_blanks(";")
                 if self._scanner.unread[:1] != "{":
                     return
             self._scanner.consumed = []
