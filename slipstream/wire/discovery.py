@@ -248,7 +248,8 @@ class ServiceWatch:
         self._slices: dict[str, tuple[Endpoint, ...]] = {}
         self._synced_s = 0.0
         self._is_listed = False  # in this turn of list and watch
-        self._problem: tuple[bool, str] | None = None  # the latest: whether there was a list, and what was wrong
+        self._problem = False, ""  # the latest that was told: whether there was a list, and what was wrong
+        self._list_is_news = True  # the next one is logged
         self._log = logger("discovery", service=f"{service.service}.{service.namespace}")
 
     async def run(self) -> None:
@@ -307,10 +308,11 @@ class ServiceWatch:
                 self._log.warning("slice refused; what was known of it stays", slice=name, problem=str(error))
                 found[name] = self._slices.get(name, ())
         self._slices = found
-        if self._problem is None or not self._problem[0]:
-            if not self.in_sync:
-                self._log.info("slices listed", slices=len(found))
-            self._problem = None
+        if self._list_is_news:
+            self._log.info("slices listed", slices=len(found))
+            self._list_is_news = False
+        if not self._problem[0]:
+            self._problem = False, ""
         self.in_sync = self.was_listed = self._is_listed = True
         self._publish()
         return version
@@ -339,7 +341,7 @@ class ServiceWatch:
         watched_s = asyncio.get_running_loop().time() - self._synced_s
         problem = self._is_listed, str(error)
         if problem != self._problem or (self._is_listed and watched_s > HEALTHY_S):
-            self._problem = problem
+            self._problem, self._list_is_news = problem, True
             self._log.warning("slices not followed; the last list stands", problem=problem[1])
 
 
