@@ -347,6 +347,7 @@ REFUSED = [
      "query_zero_predicts_next: False, but sample_from_anchor, which means the same, is True"),
     (deepspec_config(target_hidden_size=64), "target_hidden_size: the head was made for 64, the target has 48"),
     (speculators_block_config(aux_hidden_state_layer_ids=[0] * 65), "aux_hidden_state_layer_ids: expected 1 to 64"),
+    (speculators_block_config(aux_hidden_state_layer_ids=[4, 6, 8]), "layer_ids: .*8 layers, before the final norm"),
     (speculators_block_config(aux_hidden_state_layer_ids=[9]), "aux_hidden_state_layer_ids: .*8 layers"),
     (speculators_block_config(sample_from_anchor=None, speculators_config=None), "sample_from_anchor: it is missing"),
 ]

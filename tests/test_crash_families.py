@@ -39,7 +39,7 @@ from tests.tiny import write_tiny_model
 from tests.written import WrittenBlock, WrittenEagle3
 
 LONG = 8192
-BLOCK = speculators_block_config(aux_hidden_state_layer_ids=[0, 1, 2])  # of a target with two layers
+BLOCK = speculators_block_config(aux_hidden_state_layer_ids=[0, 1, 1])  # of a target with two layers
 INPUTS = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [-1, 0, 0]}  # of a target with two layers
 Tensor = torch.Tensor
 

@@ -70,7 +70,7 @@ def write_head(folder: Path, kind: str) -> Path:
     if kind == "eagle2":
         return write_eagle2_folder(folder, eagle2_config())
     if kind == "block":
-        return write_block_folder(folder, speculators_block_config("dflash", aux_hidden_state_layer_ids=[0, 1, 2]))
+        return write_block_folder(folder, speculators_block_config("dflash", aux_hidden_state_layer_ids=[0, 1, 1]))
     config = eagle_config(hidden_size=48, eagle_config={"eagle_aux_hidden_state_layer_ids": [-1, 0, 0]})
     own = {name: tensor for name, tensor in eagle_tensors(config).items()
            if name not in ("embed_tokens.weight", "lm_head.weight")}

@@ -65,7 +65,7 @@ def model_folders(root: Path, sizes: Mapping[str, int] = {}) -> dict[str, Path]:
                 "use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [-1, 0, 0]},
                 target_hidden_size=hidden, **heads)),
             "block": write_block_folder(root / "block", speculators_block_config(
-                aux_hidden_state_layer_ids=[0, 1, 2], target_hidden_size=hidden,
+                aux_hidden_state_layer_ids=[0, 1, 1], target_hidden_size=hidden,
                 transformer_layer_config=layer | dict(sizes))),
             "eagle2": write_eagle2_folder(root / "eagle2", eagle2_config(**heads)), "map": write_map(root / "map.json")}
 

@@ -5,7 +5,9 @@ Rules (those of every head stand in ``checkpoint``):
    top or in ``dflash_config``), and vLLM's "speculators" (``speculators_model_type``, layers in
    ``transformer_layer_config``).
 2. Target states: ``target_layer_ids`` of the flat layout name layers by their *output*, so id i is what enters layer
-   i + 1; ``aux_hidden_state_layer_ids`` of speculators name what *enters* a layer.
+   i + 1; ``aux_hidden_state_layer_ids`` of speculators name what *enters* a layer. What leaves the last layer is taken
+   behind the final norm, as in training here. vLLM's library (it alone writes ``speculators_version``) takes it before
+   the norm: such heads are refused.
 3. ``sample_from_anchor`` says what a slot predicts. True: slot k predicts the token after its place, slot 0 too. False:
    slot k predicts the token at its place, and slot 0 nothing. A wrong reading shows only in the acceptance, so it is
    taken from the field (also called ``query_zero_predicts_next``), or else from what is certain: DeepSpec's class means
@@ -102,6 +104,10 @@ def read_block_head(folder: str | Path, target_folder: str | Path) -> BlockHead:
     from_anchor, flat = _from_anchor(published, bool(markov)), not published.speculators
     field = "target_layer_ids" if flat else "aux_hidden_state_layer_ids"
     taps = published.taps(field, published.raw.get(field), flat, target.num_layers)
+    if published.raw.get("speculators_version") is not None and target.num_layers in taps:
+        raise ModelError(f"{published.where}: {field}: {[*taps]}: what leaves the last of the target's "
+                         f"{target.num_layers} layers, before the final norm, is not sent; use a head that reads "
+                         "earlier ones")
     block = published.integer("block_size", low=1 if from_anchor else 2, high=MAX_NODES)
     ahead = _ahead(published)
     if any(sliding):
