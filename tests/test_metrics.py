@@ -14,10 +14,23 @@ from contextlib import suppress
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from slipstream.base.config import RouterSection
 from slipstream.base.errors import ConfigError
-from slipstream.observe.metrics import MAX_TENANTS, REFUSALS, DraftMetrics, Registry, RouterMetrics, TargetMetrics
+from slipstream.observe.metrics import (
+    LENGTHS,
+    MAX_TENANTS,
+    NODES,
+    REFUSALS,
+    REQUEST_SECONDS,
+    WAIT_SECONDS,
+    DraftMetrics,
+    Registry,
+    RouterMetrics,
+    TargetMetrics,
+)
 from slipstream.observe.scrape import MAX_PER_ADDRESS, MetricsServer, http_response
 from slipstream.observe.vitals import Vitals
+from slipstream.protocol.tree import MAX_NODES
 
 
 def values(registry: Registry) -> dict[str, float]:
@@ -52,6 +65,13 @@ def test_rounds_fill_the_buckets_up_to_theirs() -> None:
     assert (found["0.0"], found["1.0"], found["2.0"], found["+Inf"]) == ("100.0", "100.0", "300.0", "300.0")
     assert re.findall(r"accepted_length_(?:sum|count)\{.*\} (\S+)", page) == ["300.0", "400.0"]
     assert dict(re.findall(r'tree_nodes_bucket\{le="([^"]+)".*\} (\S+)', page))["4.0"] == "300.0"
+
+
+def test_buckets_reach_as_far_as_settings_do() -> None:
+    """Above the last one a percentile is that bucket's bound, whatever was measured."""
+    assert RouterSection().request_timeout_s <= REQUEST_SECONDS[-1]
+    assert RouterSection().max_wait_s <= WAIT_SECONDS[-1]
+    assert min(NODES[-1], LENGTHS[-1]) >= MAX_NODES - 1
 
 
 def test_a_draft_that_has_a_new_name_each_time_makes_no_new_series_for_ever() -> None:

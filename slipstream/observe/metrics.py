@@ -204,10 +204,10 @@ FIRST_TOKEN_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.
                        20.0, 40.0, 80.0)
 LAG_SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 WAIT_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
-REQUEST_SECONDS = tuple(0.05 * 2**i for i in range(14))
+REQUEST_SECONDS = tuple(0.05 * 2**i for i in range(15))
 ROWS = tuple(2**i for i in range(15))
 NODES = (1, 2, 4, 8, 16, 32, 64)
-LENGTHS = tuple(range(17))
+LENGTHS = (*range(17), 24, 32, 48, 64)
 RATIOS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 # Values that labels begin with; what else comes is counted all the same.
 FAILURES = (*dict.fromkeys(kind for *_, kind in STATUS), "authentication_error", "cancelled")
