@@ -328,7 +328,7 @@ async def test_refusals_say_what_to_do_in_the_responses_own_words(tiny_folder: P
     (responses.chat_of, {}, "input"), (responses.chat_of, {"input": [1]}, "input[0].type"),
     (responses.chat_of, {"input": [{"type": "item_reference"}]}, "input[0].type"),
     (responses.chat_of, {"input": "x", "tools": [1]}, "tools"),
-    (responses.chat_of, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
+    (responses.chat_of, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
 ])
 def test_what_they_cannot_ask_is_refused_by_name(translate: Any, body: Any, field: str) -> None:
     with pytest.raises(InvalidRequest) as caught:

@@ -172,6 +172,10 @@ def read_text(at: str, value: Any) -> str:
     """A text, or its parts joined. Raises InvalidRequest."""
     if isinstance(value, str):
         return value
+    for i, part in enumerate(value if isinstance(value, list) else ()):
+        if part_type(part) in FILE_NOTES:
+            raise InvalidRequest(f"{at}[{i}]", "only parts of text are served here, no images or files",
+                                 "unsupported_parameter")
     if not isinstance(value, list) or len(value) > MAX_ITEMS or not all(
             isinstance(part, dict) and isinstance(part.get("text"), str) for part in value):
         raise InvalidRequest(at, f"must be a string or a list of at most {MAX_ITEMS} parts of text")
