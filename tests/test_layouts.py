@@ -443,7 +443,7 @@ def test_an_eagle3_config_that_does_not_fit_is_refused(tmp_path: Path, target: P
     ({"rope_interleave": True}, "rope_interleave: heads with True"),
     ({"is_neox_style": False}, "is_neox_style: heads with False"),
     ({"rope_is_neox_style": False}, "rope_is_neox_style: heads with False"),
-    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5 is not supported"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5 is not supported by this engine; as a target"),
     ({"is_causal": False}, "is_causal: heads with False"),
     ({"layer_types": ["chunked_attention"]}, r"layer_types: expected full_attention .* found \['chunked_attention'\]"),
     ({"layer_types": "sliding_attention"}, "layer_types: .* or sliding_attention, found"),

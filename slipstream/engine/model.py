@@ -215,8 +215,8 @@ class Fields:
 
     def must_be(self, name: str, *allowed: Any) -> None:
         if self.raw.get(name, allowed[0]) not in allowed:
-            raise ModelError(f"{self.where}: {name}: {self.raw[name]!r} is not supported by this engine; "
-                             "try engine: hf")
+            raise ModelError(f"{self.where}: {name}: {self.raw[name]!r} is not supported by this engine; as a "
+                             "target it may be served with --set model.engine=hf")
 
 
 def parse_config(raw: dict[str, Any], where: str, eos_token_ids: tuple[int, ...] = ()) -> ModelConfig:
