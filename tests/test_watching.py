@@ -133,6 +133,12 @@ def test_a_board_of_one_model_has_its_drafts_certificates() -> None:
     assert any("model" not in selector and 'service="draft"' in selector for _, selector in chosen), chosen
 
 
+def test_bars_have_an_order() -> None:
+    """Prometheus gives depths as words: 1, 10, 11, 2."""
+    bars = [expression for _, panel in PANELS if panel.kind == "bargauge" for expression in panel.expressions()]
+    assert bars and all(expression.startswith("sort_desc(") for expression in bars)
+
+
 def test_every_metric_is_on_a_board() -> None:
     shown = set(NAME.findall(" ".join(e for _, panel in PANELS for e in panel.expressions())))
     bases = {re.sub(r"_(bucket|sum|count)$", "", name) for name in shown}

@@ -9,6 +9,7 @@ DRAFTED = rate("slipstream_draft_tokens_total", "$target")
 ACCEPTED = rate("slipstream_accepted_tokens_total", "$target")
 BONUS = rate("slipstream_bonus_tokens_total", "$target")
 STEPS = rate("slipstream_step_seconds_sum", "$target")
+REACHED = share(rate("slipstream_accepted_tokens_per_position_total", "$target", "position"), DRAFTS)
 
 PAYING = Row("Does it pay", (
     Panel("Acceptance length", "none", ((f"1 + {ratio(ACCEPTED, DRAFTS)}", "tokens"),), minimum=1,
@@ -26,8 +27,7 @@ PAYING = Row("Does it pay", (
 
 SHAPE = Row("Trees", (
     Panel("Reached depth", "percentunit",
-          ((share(rate("slipstream_accepted_tokens_per_position_total", "$target", "position"), DRAFTS),
-            "depth {{position}}"),), kind="bargauge", maximum=1,
+          ((f"sort_desc({REACHED})", "depth {{position}}"),), kind="bargauge", maximum=1,
           text="Share of verifications that accepted a draft token at this depth."),
     Panel("Nodes of a tree", "none", quantiles("slipstream_tree_nodes", "$target")),
     Panel("Accepted tokens of a tree", "none", quantiles("slipstream_accepted_length", "$target")),
