@@ -11,7 +11,7 @@ CACHE := $(HOME)/Library/Caches
 else
 CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)
 endif
-PREPARED := $(CACHE)/slipstream/models/$(MODEL)/slipstream.json
+PREPARED := $(subst $() ,\ ,$(CACHE))/slipstream/models/$(MODEL)/slipstream.json
 PACKAGES := slipstream draft_service target_service router_service bench deploy
 
 # Two processes run one module of tests at a time each, the longest first (ARGS="-n 0": one process).
@@ -206,4 +206,4 @@ clean:  ## remove build results; the environment and prepared models stay
 
 $(PREPARED): slipstream/models/folder.py slipstream/models/gguf.py | .venv/.project
 	$(BIN)/slipstream models prepare $(MODEL)
-	@touch $@
+	@touch "$@"

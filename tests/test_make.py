@@ -34,3 +34,16 @@ def test_a_benchmark_without_questions_says_so_before_anything_is_made(tmp_path:
     done = subprocess.run(["make", "-n", "--no-print-directory", "-f", MAKEFILE, "bench"], cwd=tmp_path,
                           capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (2, "") and "give PROMPTS=folder" in done.stderr
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not here")
+def test_a_cache_folder_may_have_a_space_in_its_name(tmp_path: Path) -> None:
+    cache = tmp_path / "my cache"
+    for written in (False, True):
+        done = subprocess.run(["make", "-n", "-o", ".venv/.project", "setup",
+                               f"CACHE={cache}"], cwd=MAKEFILE.parent, capture_output=True, text=True, timeout=60)
+        assert not done.returncode and done.stdout.count("models prepare") == (not written), done
+        file = cache / "slipstream" / "models" / "smollm2-135m" / "slipstream.json"
+        assert written or f'touch "{file}"' in done.stdout
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
