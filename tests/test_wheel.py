@@ -107,6 +107,10 @@ def test_without_its_extra_the_command_line_says_what_to_install() -> None:
     assert done.returncode != 0 and "pip install 'slipstream[" in done.stderr and "Traceback" not in done.stderr
 
 
+def test_type_checkers_read_the_types_of_the_client() -> None:
+    assert (ROOT / "slipstream" / "py.typed").is_file(), "without this mark (PEP 561) they take all of it for Any"
+
+
 @pytest.mark.parametrize("engine", [VLLM_0_32, SGLANG_0_5_23], ids=["vllm", "sglang"])
 def test_the_oldest_of_an_engines_own_packages_are_new_enough(engine: tuple[str, ...]) -> None:
     theirs = required(engine)
