@@ -26,6 +26,7 @@ It knows nothing about sessions. Format of a ``RankPart``: JSON, for the other r
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -393,8 +394,9 @@ def main() -> None:
         pipe.send_bytes(READY)
         while True:
             follower.execute(decode_order(next_message(pipe), part.torch_device))
-    except (EOFError, ConnectionError):
-        return  # rank 0 has ended, or has closed the pipe
+    except (EOFError, ConnectionError):  # rank 0 has ended, or has closed the pipe
+        sys.stdout.flush()
+        os._exit(0)  # Python's own end aborts if a thread of torch still lets go of the last step's tensors
 
 
 class Follower:
