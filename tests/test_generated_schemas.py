@@ -13,7 +13,7 @@ import pytest
 from router_service.dialects.formats import grammar_of
 from router_service.dialects.tools import ToolUse
 from slipstream.base.errors import InvalidRequest
-from slipstream.grammar.compiling import Vocabulary
+from slipstream.grammar.compiling import Vocabulary, llguidance_schema
 from slipstream.grammar.matcher import StopTokens
 from slipstream.grammar.patterns import without_lookaheads
 from slipstream.grammar.trial import refusal_reason
@@ -405,3 +405,25 @@ def test_beside_a_reference_of_a_loop_may_stand_what_restricts_nothing(change: A
             goes(loop, text, tiny_folder)
     else:
         assert goes(loop, text, tiny_folder) == fits
+
+
+DATED: Any = {"type": "object", "properties": {f"at{i}": {"type": "string", "format": "date", "title": f"{i}"}
+                                               for i in range(9)} | {"0": {"type": "null"}},
+              "$defs": {"1": {"type": "string", "format": "date", "maxLength": 9}, "2": {"const": "2"}}}
+DATED["properties"] |= {name: {"$ref": ref} for name, ref in {"day": "#/$defs/2", "same": "#/properties/at3"}.items()}
+
+
+@pytest.mark.parametrize(("text", "fits"), [
+    ('{"at0": "2023-02-28", "at8": "2024-02-29", "0": null, "day": "2", "same": "2024-02-29"}', True),
+    ('{"at7": "2023-02-29', False), ('{"at7": 1', False), ('{"same": "2023-02-3', False), ('{"day": "1', False)])
+def test_a_format_of_many_fields_is_compiled_once(text: str, fits: bool, tiny_folder: Path) -> None:
+    """A hundred dates or URIs took more than a trial gives."""
+    assert goes(DATED, text, tiny_folder) == fits
+    assert json.dumps(llguidance_schema(json.dumps(DATED))).count('"date"') == 2, "of days, and of the shorter ones"
+
+
+def test_a_format_is_shared_within_one_document_alone(tiny_folder: Path) -> None:
+    day = {"type": "string", "format": "date"}
+    other = {"type": "object", "properties": {"a": {"$id": "http://a.b/c", "items": {**day}}, "b": {**day}}}
+    assert goes(other, '{"a": ["2024-02-29"], "b": "2024-02-29"}', tiny_folder)
+    assert not goes(other, '{"a": ["2024-02-30', tiny_folder)

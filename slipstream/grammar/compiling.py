@@ -16,6 +16,7 @@ import math
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import count
 from typing import Any
 from urllib.parse import quote
 
@@ -216,6 +217,8 @@ def _rewrite(schema: dict[str, Any], parts: list[dict[str, Any]]) -> None:
             _clear_reference(schema, part, references)
     for part in reversed(parts):
         _rewrite_property_names(schema, part)
+    if alone:
+        _share_patterns(schema, parts[1:])
 
 
 def _clear_reference(schema: dict[str, Any], part: dict[str, Any], references: str) -> None:
@@ -229,6 +232,23 @@ def _clear_reference(schema: dict[str, Any], part: dict[str, Any], references: s
     given, implied = part.get("type"), resolved(schema, {"$ref": alone["$ref"]}).get("type")
     if _types(implied) and _types(implied) <= _types(given):
         del part["type"]
+
+
+def _share_patterns(schema: dict[str, Any], parts: list[dict[str, Any]]) -> None:
+    """llguidance takes half a millisecond for each date or URI, but once for what is referred to."""
+    alike: dict[str, list[dict[str, Any]]] = {}
+    for part in parts:
+        if part.keys() <= LEAF_KEYWORDS | NAME_NOTES and any(
+                isinstance(part.get(name), str) for name in ("format", "pattern")):
+            written = json.dumps({name: part[name] for name in sorted(LEAF_KEYWORDS & part.keys())})
+            alike.setdefault(written, []).append(part)
+    for written, places in alike.items():
+        if len(places) > 1 and isinstance(defs := schema.setdefault("$defs", {}), dict):
+            name = next(str(i) for i in count(len(defs)) if str(i) not in defs)
+            defs[name] = json.loads(written)
+            for part in places:
+                part.clear()
+                part["$ref"] = f"#/$defs/{name}"
 
 
 def _types(given: Any) -> set[str]:
