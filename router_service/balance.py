@@ -51,7 +51,7 @@ from slipstream.observe.metrics import RouterMetrics
 from slipstream.protocol.identity import Identity
 from slipstream.protocol.requests import Answer, Backend, Need, Piece, Request, TargetInfo
 from slipstream.wire.discovery import Roster, RosterRules
-from slipstream.wire.status import is_same_problem
+from slipstream.wire.status import Told
 
 
 class RemoteBackend(Backend, Protocol):
@@ -80,6 +80,7 @@ class Target:
     ejected_until: float = 0.0
     probe: RoutedAnswer | None = None  # that tries it after it was ejected
     problem: str = "not asked yet"  # why it gets no work; "" for none
+    told: Told = field(default_factory=Told)
     draining: bool = False
     unreachable: bool = False  # it answers no polls
     first_piece_limits: set[Limit] = field(default_factory=set)  # of answers that still wait for their first piece
@@ -297,7 +298,7 @@ class Balancer:
         else:
             target.poll_answered(info, self._mismatch(info))
             self._targets.poll_answered(target)
-        if not is_same_problem(target.problem, before):
+        if target.problem != before and target.told.is_new(target.problem):
             self._log.info("target changed", target=target.name, ready=target.ready, problem=target.problem)
 
     def _mismatch(self, info: TargetInfo) -> str:

@@ -337,20 +337,24 @@ async def test_a_target_with_another_tokenizer_is_asked_by_nobody() -> None:
     assert (len(other.requests), len(same.requests)) == (0, 20)
 
 
-async def test_a_target_whose_name_has_several_addresses_is_told_of_once() -> None:
-    """gRPC names the address that it tried last, which is another one each time."""
+@pytest.mark.parametrize(("words", "lines"), [
+    (("ipv4:127.0.0.1:9: refused", "ipv6:%5B::1%5D:9: refused", "refused"), 1),  # a name with two addresses
+    (("tcp handshaker shutdown", "connect() timed out"), 2)])  # a network that drops all packets
+async def test_a_fault_that_grpc_words_in_several_ways_is_told_of_once(words: tuple[str, ...], lines: int) -> None:
     class Away(EchoTarget):
-        places = "ipv4:127.0.0.1:9: ", "ipv6:%5B::1%5D:9: ", ""
+        polls = 0
 
         async def info(self) -> TargetInfo:
-            self.places = (*self.places[1:], self.places[0])
-            raise Unavailable(f"here:9: UNAVAILABLE last error: UNKNOWN: {self.places[0]}Failed to connect")
+            self.polls += 1
+            if self.polls % 10:
+                raise Unavailable(f"here:9: UNAVAILABLE last error: UNKNOWN: {words[self.polls % len(words)]}")
+            return await super().info()
 
     b = balancer(Away())
     with capture_logs() as logs:
-        for _ in range(6):
+        for _ in range(19):
             await b.poll()
-    assert [line["event"] for line in logs] == ["target changed"]
+    assert [line["ready"] for line in logs] == [*[False] * lines, True, *[False] * lines]
 
 
 @pytest.mark.parametrize("error", [Unavailable(""), OSError()])

@@ -71,7 +71,7 @@ from slipstream.wire.codec import (
     encode_target_frames,
     encode_target_hello,
 )
-from slipstream.wire.status import from_grpc_error, is_same_problem
+from slipstream.wire.status import Told, from_grpc_error
 from slipstream.wire.tls import TlsFiles
 
 Item = TypeVar("Item")
@@ -293,6 +293,7 @@ class DraftLink:
         self._exclusion = Exclusion()
         self._drafter = ""
         self._problem = "not connected yet"
+        self._told = Told()
         self._log = logger("wire", draft=address)
 
     def send(self, items: Sequence[DraftBound]) -> None:
@@ -342,8 +343,8 @@ class DraftLink:
 
     def _report(self, event: str, error: SlipstreamError, kind: str = "") -> None:
         # Once for each new problem: a draft may be away for hours.
-        if not is_same_problem(problem := f"{kind}{error}", self._problem):
-            self._problem = problem
+        self._problem = f"{kind}{error}"
+        if self._told.is_new(self._problem):
             self._log.warning(event, problem=str(error))
 
     async def _stream(self) -> None:
@@ -398,6 +399,7 @@ class DraftLink:
                       self._rules.message_bytes, self.counts, outbox, partial(self._events.received, self),
                       self._give_up, partial(self._events.inbox_full, self), Allowance())
         self._outbox, self._drafter = outbox, draft.drafter
+        self._told.is_new("")
         (self._log.warning if self._problem else self._log.info)("draft link up", drafter=draft.drafter,
                                                                  problem=self._problem)
         reason = "stopped"
