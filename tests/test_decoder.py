@@ -26,7 +26,7 @@ from slipstream.engine.decoder import Decoder, Split
 from slipstream.engine.device import cores, default_slots, limited_memory
 from slipstream.engine.kv import KVPool
 from slipstream.engine.loading import load_model
-from slipstream.engine.model import ModelConfig, dtype_of, load_tensors, parse_config
+from slipstream.engine.model import ModelConfig, dtype_of, load_tensors, parse_config, tensor_names
 from slipstream.engine.ops.layer import TORCH, DecoderLayer, LayerWeights, Linear, Rope, Step, linear, rms_norm
 from slipstream.engine.runner import ModelRunner
 from slipstream.models.folder import load_tokenizer
@@ -478,6 +478,20 @@ def test_shards_are_read_by_their_index(tmp_path: Path) -> None:
     where.write_text(json.dumps({"weight_map": {"x": "x" * 5000}}))
     with pytest.raises(ModelError, match=r"not readable as safetensors: .*too long|no such file"):
         load_tensors(folder)
+
+
+def test_shards_without_their_index_are_read_as_vllm_reads_them(tmp_path: Path) -> None:
+    """``hf download --include '*.safetensors'`` leaves it out: that there is no model.safetensors helped nobody."""
+    folder = write_tiny_model(tmp_path)
+    whole = load_tensors(folder)
+    save_file(dict(list(whole.items())[:9]), folder / "model-00001-of-00002.safetensors")
+    (folder / "model.safetensors").rename(folder / "old.safetensors")
+    with pytest.raises(ModelError, match=r"tensor .* is missing"):
+        load_model(folder, ModelSection())
+    save_file(dict(list(whole.items())[9:]), folder / "model-00002-of-00002.safetensors")
+    assert tensor_names(folder) == whole.keys()
+    assert all(torch.equal(t, whole[name]) for name, t in load_tensors(folder).items())
+    load_model(folder, ModelSection())
 
 
 def test_tied_embeddings_need_no_head(tmp_path: Path) -> None:

@@ -320,7 +320,7 @@ Tensors = Mapping[str, torch.Tensor]
 BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")  # computed from the config
 PICKLES = ("*.bin", "*.pt", "*.pth")
 CONVERSION = "read it there and write its tensors with safetensors.torch.save_file(tensors, 'model.safetensors')"
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+INDEX, SINGLE, SHARDS = "model.safetensors.index.json", "model.safetensors", "model-*-of-*.safetensors"
 NAMES_SHOWN, NAME_SHOWN = 5, 120  # of tensors that nothing reads, and characters of each
 
 
@@ -411,10 +411,11 @@ def tensor_types(folder: str | Path) -> dict[str, str]:
 def _files(folder: Path, names: Collection[str] | None = None) -> tuple[list[Path], dict[str, str]]:
     """The files with the tensors ``names`` (None: all), and by tensor the file that the index names, if there is an
     index: a tensor in two files is read from that one. An index none of whose files exist is of an earlier save and is
-    ignored."""
+    ignored. Shards whose index was not downloaded are read all."""
     index = folder / INDEX
     if not index.exists():
-        return [folder / SINGLE], {}
+        shards = [] if (folder / SINGLE).exists() else sorted(folder.glob(SHARDS))
+        return shards or [folder / SINGLE], {}
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
         raise ModelError(f"{index}: weight_map: expected an object of tensor name to file name")
