@@ -195,3 +195,11 @@ def test_a_terminal_without_its_signs_gets_others(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-P", "-m", "slipstream", "doctor", "--set", f"model.path={tmp_path}"],
                           env=os.environ | {"PYTHONIOENCODING": "latin-1"}, capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stderr) == (1, "") and "\\u2713" in done.stdout
+
+
+def test_a_path_in_a_table_is_whole_where_there_is_no_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was folded at 80 characters, and so was a command in the doctor's advice."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("slipstream.models.folder.sys.platform", "linux")
+    listed = CliRunner().invoke(app, ["models", "list"])
+    assert str(tmp_path / "slipstream" / "models" / "smollm2-135m") in listed.stdout, listed.stdout

@@ -20,7 +20,7 @@ from rich.text import Text
 from slipstream import __version__
 from slipstream.base.config import DETECTED_SETTINGS, Config, Dtype, config_yaml, load
 from slipstream.base.errors import ConfigError, InvalidRequest, SlipstreamError, Unavailable
-from slipstream.cli.terminal import Conversation, plain_table, print_error, read_line
+from slipstream.cli.terminal import Conversation, print_error, print_table, read_line
 from slipstream.models.folder import resolve_drafter
 
 ConfigFile = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="YAML file with settings.")]
@@ -191,7 +191,7 @@ def doctor(config: ConfigFile = None, overrides: Overrides = None) -> None:
 
     results = checks(load(config, tuple(overrides or ())))
     rows = [(Text(*STATUS_SIGNS[check.status]), check.name, check.found, check.advice) for check in results]
-    Console().print(plain_table(("", "check", "found", "what to do"), rows))
+    print_table(("", "check", "found", "what to do"), rows)
     if any(check.status == "fail" for check in results):
         raise typer.Exit(1)
 
@@ -363,7 +363,7 @@ def simulate(
         for name in names:
             rows.append(describe(name, targets, drafts, batch, rtt_ms, step_ms, draft_ms, acceptance, seconds,
                                  lambda share: bar.update(task, completed=len(rows) + share)))
-    Console().print(plain_table(tuple(rows[0]), [tuple(row.values()) for row in rows]))
+    print_table(tuple(rows[0]), [tuple(row.values()) for row in rows])
 
 
 @models_app.command(name="list")
@@ -376,7 +376,7 @@ def list_known() -> None:
 
     rows = [(model.name, "prepared" if model.prepared else "packaged" if model.packaged else "not installed",
              model.description, str(model.folder)) for model in list_models()]
-    Console().print(plain_table(("name", "state", "what", "folder"), rows))
+    print_table(("name", "state", "what", "folder"), rows)
 
 
 @models_app.command(name="prepare")

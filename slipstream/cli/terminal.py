@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 # Model output must not drive the terminal: escape sequences and the like are left out.
 CONTROL_CHARACTERS = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
+MAX_TABLE_WIDTH = 10_000  # where nothing limits it
 HELP = "/plain switches drafts off and on · /new forgets the conversation · /quit ends"
 
 
@@ -110,6 +111,14 @@ def plain_table(columns: Sequence[str], rows: Iterable[Sequence[str | Text]]) ->
     for row in rows:
         table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
     return table
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> None:
+    """Print a table on standard output. Where that is no terminal (a pipe, a log), each row is one line."""
+    console = Console()
+    if not console.is_terminal:
+        console.width = MAX_TABLE_WIDTH
+    console.print(plain_table(columns, rows))
 
 
 def print_error(error: BaseException) -> None:
