@@ -28,6 +28,14 @@ def test_what_is_measured_at_a_row_count_is_believed_there() -> None:
     assert costs.cost(48) == pytest.approx(0.056, rel=0.1)
 
 
+def test_a_profile_of_a_machine_that_was_busy_keeps_its_shape() -> None:
+    costs = StepCosts({1: 0.030, 8: 0.045, 16: 0.060}, read_s=6e-7)
+    for _ in range(30):
+        costs.observe(1, 0.010)
+    assert [costs.cost(rows) for rows in (1, 8, 16)] == pytest.approx([0.010, 0.015, 0.020], rel=0.02)
+    assert costs.cost(1, 10_000) - costs.cost(1) == pytest.approx(2e-7 * 10_000, rel=0.02)
+
+
 def test_behind_a_long_text_fewer_draft_tokens_pay() -> None:
     costs = StepCosts({1: STEP_S, 64: 1.1 * STEP_S}, read_s=2e-7)
     chances = [0.8 ** (1 + depth) for depth in range(16)]

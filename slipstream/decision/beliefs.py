@@ -180,6 +180,7 @@ class ExplorationBudget:
 
 NEAR_RATE = 0.15  # of a surprise that changes the cost of row counts near the measured one
 FAR_RATE = 0.03  # and of all row counts: a machine under load is slower everywhere
+BUSY_AT_START = math.log(1.25)  # one of the first steps that takes so much less says that the profile is too high
 MAX_SURPRISE = math.log(4.0)  # one odd step counts as no more than this
 DEPTHS = 32
 PRIOR = 0.7  # conditional acceptance of a drafter that nobody has seen yet
@@ -216,8 +217,8 @@ class StepCosts:
     guess, so it says of which row counts a step is ``due``.
     """
 
-    __slots__ = ("_costs", "_factors", "_last_observed", "_least_read_s", "_num_seen", "_observed", "_profile",
-                 "_read_s", "_rows", "_steps", "_visited")
+    __slots__ = ("_costs", "_factors", "_last_observed", "_least_read_s", "_num_corrections", "_num_seen", "_observed",
+                 "_profile", "_read_s", "_rows", "_steps", "_visited")
 
     def __init__(self, profile: Mapping[int, float], read_s: float = 0.0, guessed: bool = False) -> None:
         """``profile``: {rows: seconds}, at least one entry, all positive."""
@@ -226,6 +227,7 @@ class StepCosts:
         self._rows = sorted(profile)
         self._profile = [profile[rows] for rows in self._rows]
         self._factors = [0.0] * len(self._rows)  # logarithms
+        self._num_corrections = 0  # of a measured profile
         self._num_seen = [0] * len(self._rows) if guessed else None  # steps to which each was nearest
         self._visited: list[int] = []  # that any step was nearest to, in order
         self._last_observed = [0] * len(self._rows)  # the number of the newest step that was nearest to each
@@ -307,10 +309,14 @@ class StepCosts:
             self._correct_guess(rows, surprise, self._num_seen)
         else:
             low, share = self._place(rows)
-            share = min(1.0, share)
+            share, far, first = min(1.0, share), FAR_RATE, 1.0 / (1 + self._num_corrections)
+            self._num_corrections += 1
+            if first > FAR_RATE and surprise < -BUSY_AT_START:  # what was measured with it falls with it
+                far, lowered = first, math.exp(first * surprise)
+                self._read_s, self._least_read_s = self._read_s * lowered, self._least_read_s * lowered
             for point in range(len(self._rows)):
                 weight = 1.0 - share if point == low else share if point == low + 1 else 0.0
-                self._factors[point] += surprise * (FAR_RATE + NEAR_RATE * weight)
+                self._factors[point] += surprise * min(1.0, far + NEAR_RATE * weight)
             if reading_s:
                 self._read_s *= math.exp(NEAR_RATE * surprise * reading_s / cost_s)
             elif self._read_s > self._least_read_s and any(key[3] for key in self._steps):
