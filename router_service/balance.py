@@ -50,7 +50,7 @@ from slipstream.observe.log import logger
 from slipstream.observe.metrics import RouterMetrics
 from slipstream.protocol.identity import Identity
 from slipstream.protocol.requests import Answer, Backend, Need, Piece, Request, TargetInfo
-from slipstream.wire.discovery import Roster, RosterRules
+from slipstream.wire.roster import Roster, RosterRules
 from slipstream.wire.status import Told
 
 

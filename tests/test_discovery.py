@@ -18,18 +18,9 @@ from structlog.testing import capture_logs
 from slipstream.base.address import ServiceAddress, service_address
 from slipstream.base.errors import ConfigError, RemoteProtocolError, Unavailable
 from slipstream.wire.cluster import api_server
-from slipstream.wire.discovery import (
-    Directory,
-    Endpoint,
-    Roster,
-    RosterRules,
-    ServiceWatch,
-    WatchRules,
-    fixed_addresses,
-    merge_slices,
-    parse_endpoints,
-    watch_services,
-)
+from slipstream.wire.discovery import Directory, ServiceWatch, WatchRules, fixed_addresses, watch_services
+from slipstream.wire.roster import Roster, RosterRules
+from slipstream.wire.slices import Endpoint, merge_slices, parse_endpoints
 from tests.api_server import StandIn, endpoint
 from tests.loop import eventually
 

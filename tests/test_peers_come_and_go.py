@@ -21,9 +21,10 @@ from slipstream.observe.metrics import RouterMetrics, TargetMetrics
 from slipstream.protocol.messages import PROTOCOL_VERSION, DraftBound, DraftHello, Drop, Link
 from slipstream.protocol.requests import LEFT_ALONE, REFUSED, DraftStatus, Request, Sampling
 from slipstream.wire.channel import ConnectionRules
-from slipstream.wire.discovery import RosterRules, WatchRules, watch_services
+from slipstream.wire.discovery import WatchRules, watch_services
 from slipstream.wire.drafts import Drafts
 from slipstream.wire.link import DraftLink
+from slipstream.wire.roster import RosterRules
 from slipstream.wire.server import GrpcServer
 from slipstream.wire.servicer import DraftServicer
 from slipstream.wire.target import TargetClient, TargetServicer

@@ -12,7 +12,8 @@ from router_service.balance import Balancer, Targets
 from slipstream.base.config import WireSection
 from slipstream.observe.metrics import RouterMetrics
 from slipstream.protocol.requests import Request, Sampling
-from slipstream.wire.discovery import RosterRules, watch_services
+from slipstream.wire.discovery import watch_services
+from slipstream.wire.roster import RosterRules
 from slipstream.wire.server import GrpcServer
 from slipstream.wire.target import TargetClient, TargetServicer
 from tests.api_server import endpoint

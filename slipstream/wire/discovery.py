@@ -1,6 +1,6 @@
 """Discovery: the pods behind Kubernetes services, as they come and go, for the services that dial them.
 
-Rules of discovery:
+Rules:
 1. Only a valid answer of the API server changes what is known. A broken watch, an unreachable server or an invalid
    answer changes nothing: the last list stays in use until there is a new one.
 2. A list comes first, then a watch from its version. If a watch ends for any reason but its own time limit (410, an
@@ -8,204 +8,25 @@ Rules of discovery:
 3. Every ``resync_s`` there is a list in any case, so that a missed change is not missed for long.
 4. Listeners get the whole set, not the changes: at every change, and every ``repeat_s`` while in sync.
 5. Every wait ends: a watch that dies silently is noticed after 70 s (``cluster``).
-
-EndpointSlices as values: which pods stand behind a service, and which of them take work. Format: EndpointSlice of
-``discovery.k8s.io``, v1 and v1beta1.
-
-Rules of slices:
-1. Answers of the API server are checked before they are used; the error for an invalid slice names the field.
-2. A pod is ready when its slice says so (or says nothing) and it is not terminating. v1 slices tell that
-   (``terminating``), so such a pod is out at once; with v1beta1 it is out when it is no longer ready.
-3. A pod that several slices name counts once: IPv4 before IPv6, ready if one of them says so.
-4. The port of an address is a number or a name, and must be among the slice's: a service without it has no endpoints
-   for us.
-
-The roster: which discovered peers to dial, to give work, to let finish and to forget. Sans-IO.
-
-Rules of the roster:
-1. A peer that discovery lists as ready gets work. One that it no longer lists is delisted: it gets no new work, its
-   running work may finish, and after ``forget_after_s`` it is forgotten.
-2. A peer that comes back before that is as it was.
-3. A peer that is listed but silent for ``silent_s`` is forgotten, if another one answers. When none answers, the fault
-   may be here or everywhere: then no peer is forgotten.
-
-It knows nothing about targets, drafts or what is done with a pod.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import random
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from slipstream.base.address import ServiceAddress, service_address
 from slipstream.base.errors import ConfigError, RemoteProtocolError, SlipstreamError, Unavailable
 from slipstream.observe.log import logger
 from slipstream.observe.vitals import Vitals, background_tasks
+from slipstream.wire.slices import Endpoint, Slice, merge_slices, parse_endpoints, resource_version, slice_name
 
-MAX_ENDPOINTS = 1000  # of one slice; Kubernetes allows no more
 HEALTHY_S = 5.0  # a watch that lasts longer resets the back-off
-
-
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """One pod behind a service."""
-
-    address: str  # host:port
-    pod_uid: str  # the same for all addresses of a pod; "": unknown
-    ready: bool
-    terminating: bool
-
-
-def slice_name(slice_: Mapping[str, Any]) -> str:
-    """Raises RemoteProtocolError."""
-    return _text(_mapping(slice_.get("metadata"), "metadata").get("name"), "metadata.name")
-
-
-def resource_version(resource: Mapping[str, Any]) -> str:
-    """Raises RemoteProtocolError."""
-    return _text(_mapping(resource.get("metadata"), "metadata").get("resourceVersion"), "metadata.resourceVersion")
-
-
-def parse_endpoints(slice_: Mapping[str, Any], port: str) -> tuple[Endpoint, ...]:
-    """The endpoints of one slice. Raises RemoteProtocolError."""
-    if slice_.get("addressType") not in ("IPv4", "IPv6"):
-        return ()  # FQDN: not made by Kubernetes for pods
-    number = _find_port(_items(slice_.get("ports"), "ports"), port)
-    if number is None:
-        return ()
-    endpoints = _items(slice_.get("endpoints"), "endpoints")
-    if len(endpoints) > MAX_ENDPOINTS:
-        raise RemoteProtocolError("endpoints", f"{len(endpoints)} are more than {MAX_ENDPOINTS}")
-    return tuple(_parse_endpoint(_mapping(endpoint, "endpoints"), number) for endpoint in endpoints)
-
-
-def merge_slices(slices: Iterable[tuple[Endpoint, ...]]) -> dict[str, Endpoint]:
-    """The pods of all slices of a service, by address."""
-    pods: dict[str, Endpoint] = {}
-    for endpoint in (endpoint for endpoints in slices for endpoint in endpoints):
-        key = endpoint.pod_uid or endpoint.address
-        known = pods.get(key)
-        if known is None or _rank(endpoint) > _rank(known):
-            pods[key] = endpoint
-    return {endpoint.address: endpoint for endpoint in sorted(pods.values(), key=lambda e: e.address)}
-
-
-def _rank(endpoint: Endpoint) -> tuple[bool, bool]:
-    return endpoint.ready, not endpoint.address.startswith("[")
-
-
-def _parse_endpoint(endpoint: Mapping[str, Any], port: int) -> Endpoint:
-    addresses = _items(endpoint.get("addresses"), "endpoints.addresses")
-    try:
-        # All addresses of one endpoint are the same pod; only the first counts.
-        ip = ipaddress.ip_address(_text(addresses[0] if addresses else None, "endpoints.addresses"))
-    except ValueError as error:
-        raise RemoteProtocolError("endpoints.addresses", str(error)) from error
-    conditions = _mapping(endpoint.get("conditions") or {}, "endpoints.conditions")
-    terminating = conditions.get("terminating") is True
-    uid = _mapping(endpoint.get("targetRef") or {}, "endpoints.targetRef").get("uid")
-    host = f"[{ip}]" if ip.version == 6 else str(ip)
-    return Endpoint(f"{host}:{port}", uid if isinstance(uid, str) else "",
-                    conditions.get("ready") is not False and not terminating, terminating)
-
-
-def _find_port(ports: list[Any], wanted: str) -> int | None:
-    """The number of the ``wanted`` port, which is given by number or name; None: there is none."""
-    for port in (_mapping(item, "ports") for item in ports):
-        number = port.get("port")
-        if not isinstance(number, int) or not 0 < number < 65536:
-            continue
-        if wanted in (str(number), port.get("name")) and port.get("protocol", "TCP") == "TCP":
-            return number
-    return None
-
-
-def _mapping(value: object, field: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise RemoteProtocolError(field, f"expected an object, found {type(value).__name__}")
-    return value
-
-
-def _items(value: object, field: str) -> list[Any]:
-    if value is None:
-        return []
-    if not isinstance(value, list):
-        raise RemoteProtocolError(field, f"expected a list, found {type(value).__name__}")
-    return value
-
-
-def _text(value: object, field: str) -> str:
-    if not isinstance(value, str) or not value or len(value) > 253:
-        raise RemoteProtocolError(field, "expected a name")
-    return value
-
-
-Slice = Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class RosterRules:
-    forget_after_s: float = 30.0
-    silent_s: float = 60.0
-
-
-@dataclass(slots=True)
-class Member:
-    """A discovered peer. ``alive_s``: when it last answered, or was first listed; ``delisted_s``: since when it is not
-    listed."""
-
-    alive_s: float
-    delisted_s: float | None = None
-
-
-class Roster:
-    """Discovered peers by address. ``clock``: seconds. ``fixed``: peers that stay, whatever discovery says of them."""
-
-    def __init__(self, clock: Callable[[], float], rules: RosterRules | None = None,
-                 fixed: Iterable[str] = ()) -> None:
-        self.fixed = set(fixed)
-        self._clock = clock
-        self._rules = rules or RosterRules()
-        self._members: dict[str, Member] = {}
-
-    def update(self, ready: Mapping[str, str]) -> tuple[list[str], dict[str, bool]]:
-        """Take the list of discovery. Returns the addresses that are new, and of the others those that are delisted
-        since the last list (True) or listed again (False)."""
-        now_s = self._clock()
-        changed = {address: address not in ready for address, member in self._members.items()
-                   if (member.delisted_s is None) is not (address in ready)}
-        for address, delisted in changed.items():
-            self._members[address].delisted_s = now_s if delisted else None
-        new = [address for address in ready if address not in self._members and address not in self.fixed]
-        self._members |= {address: Member(now_s) for address in new}
-        return new, changed
-
-    def mark_alive(self, address: str) -> None:
-        """The peer has answered."""
-        if address in self._members:
-            self._members[address].alive_s = self._clock()
-
-    def is_delisted(self, address: str) -> bool:
-        """Whether discovery no longer lists it, so that it gets no new work."""
-        return address in self._members and self._members[address].delisted_s is not None
-
-    def expired(self) -> list[str]:
-        """The peers to forget as soon as their running work has ended."""
-        now_s = self._clock()
-        any_alive = any(now_s - member.alive_s <= self._rules.silent_s for member in self._members.values())
-        return [address for address, member in self._members.items()
-                if (member.delisted_s is not None and now_s - member.delisted_s > self._rules.forget_after_s)
-                or (any_alive and now_s - member.alive_s > self._rules.silent_s)]
-
-    def forget(self, address: str) -> None:
-        self._members.pop(address, None)
-
 
 OnReady = Callable[[Mapping[str, str]], None]  # addresses of ready pods -> the name in their certificate
 

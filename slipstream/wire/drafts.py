@@ -22,7 +22,8 @@ from slipstream.observe.log import logger
 from slipstream.observe.vitals import Vitals, background_tasks
 from slipstream.protocol.messages import Link
 from slipstream.protocol.requests import DraftStatus
-from slipstream.wire.discovery import Roster, RosterRules, fixed_addresses, watch_services
+from slipstream.wire.discovery import fixed_addresses, watch_services
+from slipstream.wire.roster import Roster, RosterRules
 
 SWEEP_S = 0.5
 
