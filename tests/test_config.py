@@ -11,7 +11,9 @@ from slipstream.base.address import host_port
 from slipstream.base.config import Config, config_yaml, dump_yaml, load
 from slipstream.base.errors import ConfigError
 from slipstream.cli.commands import app
-from slipstream.cli.process import listen_addresses, with_local_addresses
+from slipstream.cli.host import first_key
+from slipstream.cli.process import Launch, listen_addresses, with_local_addresses
+from slipstream.train.dialogue import read_prompts
 
 
 @pytest.mark.parametrize(("override", "told"), [
@@ -168,6 +170,17 @@ def test_a_file_may_stand_in_ones_home(key: str, monkeypatch: pytest.MonkeyPatch
     """As a model's folder may: a shell leaves the ~ in NAME=~/FILE as it is."""
     monkeypatch.setenv("HOME", "/home/she")
     assert ": /home/she/file  #" in config_yaml(load(None, [f"{key}=~/file"]))
+
+
+def test_a_file_of_an_option_may_stand_in_ones_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A shell leaves the ~ of --logs=~/logs as it is: a folder of that name was made."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "it").write_text("{draft: {run_ahead: 7}}")
+    assert load("~/it").draft.run_ahead == 7 and first_key(Path("~/it")) == "{draft:"
+    launch = Launch(Config(), Path("~/logs"))
+    assert launch.folder == tmp_path / "logs" and launch.services[0].log.parent == launch.folder
+    (tmp_path / "it").write_text('{"prompt": "Why?"}')
+    assert read_prompts(Path("~/it")) == [("Why?",)]
 
 
 def test_an_ipv6_address_loses_its_brackets() -> None:

@@ -228,7 +228,7 @@ class Launch:
 
     def __init__(self, config: Config, folder: Path) -> None:
         self.config = with_local_addresses(config)
-        self.folder = folder
+        self.folder = folder = Path(os.path.expanduser(folder))  # shells leave the ~ of --logs=~/here
         listens = listen_addresses(self.config)
         self.services = [Service(name, listens[f"{name}.metrics_listen"], folder / f"{name}.log")
                          for name in ("draft", "target", "router")]
