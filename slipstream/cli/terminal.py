@@ -16,6 +16,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -134,8 +135,11 @@ def read_line(prompt: str) -> str | None:
     """A line of standard input, from a person or a pipe; None at its end, and where it is closed."""
     if sys.stdin is None:
         return None
+    if is_typed := sys.stdin.isatty():
+        with suppress(ImportError):
+            import readline  # noqa: F401  with it ``input`` takes arrow keys and remembers lines
     try:
-        return input(prompt if sys.stdin.isatty() else "")
+        return input(prompt if is_typed else "")
     except EOFError:
         return None
 
