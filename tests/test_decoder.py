@@ -235,6 +235,23 @@ def test_a_slow_moment_makes_no_row_count_a_bargain(tiny_folder: Path, monkeypat
     assert runner.profile((1, 4, 8))[0] == {1: 1.0, 4: 4.0, 8: 8.0}
 
 
+@pytest.mark.parametrize(("step_s", "turns"), [(0.001, 6), (0.5, 4), (60.0, 2)])
+def test_a_slow_model_is_measured_less_often(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, step_s: float,
+                                             turns: int) -> None:
+    now_s, counts = [0.0], list[int]()
+
+    def seconds(_: ModelRunner, slots: NDArray[np.int64], count: int) -> float:
+        now_s[0] += step_s
+        counts.append(count)
+        return step_s
+
+    monkeypatch.setattr(ModelRunner, "_time_step", seconds)
+    monkeypatch.setattr("time.perf_counter", lambda: now_s[0])
+    model = load_model(tiny_folder, ModelSection(dtype="float32"))
+    costs, _ = ModelRunner(model, 2048).profile((1, 4, 8))
+    assert costs == dict.fromkeys((1, 4, 8), step_s) and counts.count(4) == turns
+
+
 def test_a_profile_says_what_a_row_takes_longer_behind_a_long_text(tiny_folder: Path,
                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
     def seconds(_: ModelRunner, slots: NDArray[np.int64], count: int) -> float:
