@@ -295,8 +295,8 @@ class Packed:
         self.silu, self.outer = silu, rows // 2 if silu else rows
         lanes = team.kernels.lanes
         if self.inner % 2 or (silu and self.outer % lanes):
-            raise ModelError(f"a matrix of {rows} x {self.inner} does not fit the CPU kernels; set model.kernels=torch, "
-                             "without int8")
+            raise ModelError(f"a matrix of {rows} x {self.inner} does not fit the CPU kernels; "
+                             "set model.kernels=torch, without int8")
         order = torch.arange(rows)
         if silu:  # a group has a vector of gates, then the outputs that they gate
             order = order.view(2, -1, lanes).transpose(0, 1).reshape(-1)
