@@ -22,7 +22,7 @@ from slipstream.base.fair_executor import FairExecutor
 from slipstream.base.offload import ChildProcess
 from slipstream.grammar.compiling import Vocabulary
 from slipstream.grammar.matcher import StopTokens
-from slipstream.grammar.trial import MAX_WAITING_EACH, TOO_COSTLY, Trial, Trials
+from slipstream.grammar.trial import CPU_S, MAX_WAITING_EACH, TOO_COSTLY, Trial, Trials, allowed_s
 from slipstream.models.folder import load_tokenizer
 from slipstream.protocol.grammar import Grammar
 from slipstream.protocol.requests import Request, Sampling
@@ -114,6 +114,13 @@ def test_a_trial_takes_no_more_than_it_is_given(tiny_folder: Path) -> None:
     with pytest.raises(InvalidRequest, match="more work"):
         trial.check(Grammar("json_schema", json.dumps({"properties": properties})))
     trial.close()
+
+
+def test_a_long_source_may_take_longer() -> None:
+    """Eighty forced tools take 0.08 s of a fast core, and twice that of others."""
+    tools = Grammar("json_schema", json.dumps({"properties": {f"p{i}": {"type": "string"} for i in range(1500)}}))
+    assert 3 * CPU_S < allowed_s(tools, CPU_S) < 0.3
+    assert allowed_s(Grammar("regex", ".?" * 64), CPU_S) < 0.1
 
 
 def test_what_took_too_much_is_tried_again(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:

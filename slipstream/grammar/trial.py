@@ -6,8 +6,9 @@ one another thousands deep exceed a thread's stack, which ends the process.
 Rules:
 1. A trial is what the target does with a grammar: it is compiled with the model's own tokens, and followed for
    ``STEPS`` tokens; and so is each pattern of a schema alone, until ``PARTS_S`` are over: an answer would end with an
-   error where it comes to one that costs too much. Each trial has a fork of the process, ``CPU_S`` of the processor and
-   a part of the usual stack. A target allows ``TARGET_CPU_S``: what just passed at a router passes there.
+   error where it comes to one that costs too much. Each trial has a fork of the process, ``CPU_S`` of the processor
+   (more for a long source) and a part of the usual stack. A target allows ``TARGET_CPU_S``: what just passed at a
+   router passes there.
 2. Whatever ends a trial is a refusal of that grammar; the process with the tokens lives on.
 3. The process is started by the first grammar, or before (``warm``), because that takes a second, and again if it has
    ended. A service waits for it before it takes requests, because its start would slow the first answers' steps and
@@ -54,6 +55,7 @@ from slipstream.protocol.tree import DraftTree
 
 CPU_S = 0.06  # of one trial: common grammars take a tenth of it; a refusal should come within 100 ms
 TARGET_CPU_S = 2 * CPU_S
+LONG_SOURCE = 20 << 10  # bytes, for which as much is allowed again: eighty tools of 55 KB take 0.08 s of a fast core
 MEMORY = 1 << 30  # bytes that the process may map
 STACK = 2 << 20  # bytes: a thread that answers has four times as much
 STEPS, PART_STEPS = 8, 4
@@ -215,12 +217,18 @@ def _can_follow(matcher: Matcher, steps: int) -> bool:
     return True
 
 
+def allowed_s(grammar: Grammar, cpu_s: float) -> float:
+    """Seconds of the processor for a trial, where a short grammar has ``cpu_s``."""
+    return cpu_s * (1 + len(grammar.source) / LONG_SOURCE)
+
+
 def _refusal_reason_in_fork(vocabulary: Vocabulary, grammar: Grammar, cpu_s: float) -> str:
     """``refusal_reason`` in a fork of this process."""
     read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
-        signal.setitimer(signal.ITIMER_PROF, cpu_s)  # its signal ends the process, whatever that is doing
+        # Its signal ends the process, whatever that is doing.
+        signal.setitimer(signal.ITIMER_PROF, allowed_s(grammar, cpu_s))
         reasons: list[str] = []
         threading.stack_size(STACK)
         thread = threading.Thread(target=lambda: reasons.append(refusal_reason(vocabulary, grammar)))
