@@ -234,6 +234,8 @@ DAY, MOMENT, KEY = ({"format": form} for form in ("date", "date-time", "uuid"))
     (named(MOMENT), '{"2024-02-29T23:59:59"', False),
     (named(KEY), '{"0123abCD-0000-4000-8000-00000000000f": 1}', True), (named(KEY), '{"0123abCD-000-', False),
     (named({"format": "email"}), '{"a.b@c.org": 1}', True), (named({"format": "email"}), '{"a.b@c"', False),
+    (named({"format": "email"}), '{"a.b@c-.', False),
+    (named({"format": "email", "pattern": EMAIL}), '{"a.b@c-.', False),
     (named({"format": "uri"}), '{"https://a.b/c": 1}', True), (named({"format": "uri"}), '{"a b', False),
     (named({**KEY, "pattern": ZOD_KEY}), '{"0123abCD-0000-4000-8000-00000000000f": 1}', True),
     (named({**KEY, "pattern": ZOD_KEY}), '{"0123abCD-0000-9', False),

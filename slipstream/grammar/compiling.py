@@ -33,6 +33,7 @@ from slipstream.grammar.patterns import (
     IMPLYING,
     NAME_FORMATS,
     STRICTER_FORMATS,
+    WIDER,
     without_lookaheads,
 )
 from slipstream.grammar.presence import rewrite_presence
@@ -284,7 +285,7 @@ def _rewrite_property_names(schema: dict[str, Any], part: dict[str, Any]) -> Non
         del part["propertyNames"]
         return
     pattern, form = names.get("pattern"), names.get("format")
-    if isinstance(form, str) and form in NAME_FORMATS and pattern == EXACTLY.get(form):
+    if isinstance(form, str) and form in NAME_FORMATS and pattern in (EXACTLY.get(form), *WIDER.get(form, ())):
         pattern, keywords = NAME_FORMATS[form], {"pattern"} | keywords - {"format"}
     elif isinstance(form, str) and isinstance(pattern, str) and form in IMPLYING and IMPLYING[form].fullmatch(pattern):
         keywords -= {"format"}

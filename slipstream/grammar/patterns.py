@@ -19,9 +19,9 @@ from collections.abc import Callable
 MAX_SPLIT_DIGITS = 40  # up to so many digits the decimal point may be anywhere
 _ATOM, _HOST = r"[A-Za-z0-9_'+-]", r"@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
 _TIME = r"T(\d+H(\d+M)?(\d+([.,]\d+)?S)?|\d+M(\d+([.,]\d+)?S)?|\d+([.,]\d+)?S)"
-_EMAIL = rf"^({_ATOM}+\.)*{_ATOM}*[A-Za-z0-9_+-]{_HOST}"
+_LOCAL = rf"^({_ATOM}+\.)*{_ATOM}*[A-Za-z0-9_+-]"
 REPLACEMENTS = {
-    r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]" + _HOST: _EMAIL,
+    r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]" + _HOST: _LOCAL + _HOST,
     r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$":
         rf"^P(\d+W|(\d+Y(\d+M)?(\d+D)?|\d+M(\d+D)?|\d+D)({_TIME})?|{_TIME})$",
 }
@@ -51,7 +51,7 @@ _HOUR = "([01][0-9]|2[0-3]):[0-5][0-9]"
 # Of names, for which llguidance knows patterns alone.
 NAME_FORMATS = {"uuid": "^[0-9A-Fa-f]{8}(-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}$", "date": f"^{_DAY}$",
                 "date-time": rf"^{_DAY}T{_HOUR}:[0-5][0-9](\.[0-9]+)?(Z|[+-]{_HOUR})$", "uri": _reference(""),
-                "email": rf"^{_ATOM}+(\.{_ATOM}+)*{_HOST}"}
+                "email": rf"{_LOCAL}@([A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?\.)+[A-Za-z]{{2,}}$"}
 # Patterns that Zod 4 and Effect write beside a format: whatever they match has it.
 _HEX = re.escape("[0-9a-fA-F]")
 _KEY = (rf"{_HEX}\{{8\}}-{_HEX}\{{4\}}-((\[1-8\]|[1-8]){_HEX}\{{3\}}|{_HEX}\{{4\}})-"
@@ -61,9 +61,10 @@ _ZOD_DAY = (r"^(?:(?:\d\d[2468][048]|\d\d[13579][26]|\d\d0[48]|[02468][048]00|[1
 _ZOD_MOMENT = rf"{_ZOD_DAY}T(?:(?:[01]\d|2[0-3]):[0-5]\d:[0-5]\d(?:\.\d+)?(?:Z))$"
 _ZOD_EMAIL = (r"^(?:[A-Za-z0-9_'+\-]+\.)*[A-Za-z0-9_'+\-]*[A-Za-z0-9_+-]@(?:[A-Za-z0-9][A-Za-z0-9\-]*\.)+"
               "[A-Za-z]{2,}$")
+# And those that match more than a format's pattern above.
+WIDER = {"email": (_LOCAL + _HOST, _ZOD_EMAIL)}
 IMPLYING = {"uuid": re.compile(rf"\^({_KEY}|\({_KEY}(\|[0f]{{8}}(-[0f]{{4}}){{3}}-[0f]{{12}})*\))\$"),
-            "date": re.compile(re.escape(f"{_ZOD_DAY}$")), "date-time": re.compile(re.escape(_ZOD_MOMENT)),
-            "email": re.compile(f"{re.escape(_EMAIL)}|{re.escape(_ZOD_EMAIL)}")}
+            "date": re.compile(re.escape(f"{_ZOD_DAY}$")), "date-time": re.compile(re.escape(_ZOD_MOMENT))}
 STRICTER_FORMATS = {"idn-email": "email", "idn-hostname": "hostname"}
 
 
