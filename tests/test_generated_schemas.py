@@ -409,6 +409,21 @@ def test_beside_a_reference_of_a_loop_may_stand_what_restricts_nothing(change: A
         assert goes(loop, text, tiny_folder) == fits
 
 
+@pytest.mark.parametrize("change", [
+    {"anyOf": [{"$ref": "#"}, {"type": "null"}]}, {"$ref": "#", "nullable": True},
+    {"allOf": [{"$ref": "#"}], "nullable": True}], ids=str)
+def test_beside_a_choice_within_a_loop_may_stand_an_example(change: Any, tiny_folder: Path) -> None:
+    """What FastAPI writes of an optional node with an example got 400, and what OpenAPI 3.0 says is nullable."""
+    loop = {"type": "object", "properties": {"of": {**change, "example": {"of": None}}}, "required": ["of"]}
+    assert goes(loop, '{"of": {"of": null}}', tiny_folder) and not goes(loop, '{"of": 1', tiny_folder)
+
+
+@pytest.mark.parametrize(("ref", "name"), [
+    ("#/schema", "schema"), ("#/my%20own", "my own"), ("#/d\u00e9fs", "d\u00e9fs"), ("#/a~1b~0", "a/b~")])
+def test_what_stands_beside_a_reference_to_it_is_kept(ref: str, name: str, tiny_folder: Path) -> None:
+    assert goes({"$ref": ref, name: {"type": "integer"}}, "1", tiny_folder)
+
+
 DATED: Any = {"type": "object", "properties": {f"at{i}": {"type": "string", "format": "date", "title": f"{i}"}
                                                for i in range(9)} | {"0": {"type": "null"}},
               "$defs": {"1": {"type": "string", "format": "date", "maxLength": 9}, "2": {"const": "2"}}}

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
@@ -64,14 +64,13 @@ DAYS = ("^([0-9]{4}-(0[13-9]|1[0-2])-|[0-9]{4}-02-([01][0-9]|2[0-8])|"
 EXACTLY = {"date": DAYS, "time": "^[^:]*:[^:]*:[0-5]", "date-time": f"{DAYS}[^:]*:[^:]*:[0-5]"}
 # Of times, which lets no offset through, as Zod's does not: the format demands one.
 NO_OFFSET = re.compile(r"(?!.*(\[[+-]|[+-]\]))\^(\\[d.]|[\d\[\](){}|?:,*+-])+\$", re.ASCII)
-ANNOTATIONS = {"deprecated": bool, "discriminator": dict, "nullable": bool}
 VALUES = ("const", "enum", "default", "examples")  # no schemas, whatever they look like
-# What may restrict a value or be referred to. llguidance ignores others, but beside a recursive reference refuses them.
+# What may restrict a value or be referred to. llguidance ignores others, but refuses some beside a recursive reference.
 KEYWORDS = frozenset({
     *LEAF_KEYWORDS, *APPLICATORS, *COUNTS, *SCHEMAS, "const", "enum", "required", "if", "then", "else", "items",
     "prefixItems", "additionalItems", "unevaluatedItems", "contains", "minContains", "maxContains", "uniqueItems",
     "additionalProperties", "unevaluatedProperties", "propertyNames", "dependentRequired", "dependencies", "$id",
-    "$anchor", "$schema", "$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor", "x-guidance"})
+    "id", "$anchor", "$schema", "$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor", "x-guidance"})
 END = "<|end of what a grammar allows|>"
 # In EBNF: what the converter cuts zeros off, so that it is another character or none; and what is two characters there,
 # but in a class of a regex, which the converter makes of it, says which others to leave out.
@@ -210,28 +209,25 @@ def _rewrite(schema: dict[str, Any], parts: list[dict[str, Any]]) -> None:
         if "$ref" in part and resolved(schema, part).get("enum") == []:  # for which llguidance refuses all
             del part["$ref"]
             part["enum"] = []
-    references = json.dumps([part["$ref"] for part in parts if "$ref" in part])
+    steps = {step for part in parts if "$ref" in part for step in unquote(str(part["$ref"])).split("/")}
+    used = KEYWORDS | {step.replace("~1", "/").replace("~0", "~") for step in steps}
     for part in parts:
-        for name in [name for name in part if _is_annotation(name, part[name])]:
+        for name in [name for name in part if name not in used or _is_annotation(name, part[name])]:
             del part[name]
         if alone:
-            _clear_reference(schema, part, references)
+            _drop_implied_type(schema, part)
     for part in reversed(parts):
         _rewrite_property_names(schema, part)
     if alone:
         _share_patterns(schema, parts[1:])
 
 
-def _clear_reference(schema: dict[str, Any], part: dict[str, Any], references: str) -> None:
-    """Remove from beside a ``$ref`` what restricts nothing: unknown keywords without a schema that one of the
-    ``references`` (JSON) is to, and a ``type`` that it implies."""
+def _drop_implied_type(schema: dict[str, Any], part: dict[str, Any]) -> None:
+    """Remove the ``type`` beside a ``$ref`` that has it anyway: llguidance takes none beside a recursive one."""
     alone = part["allOf"][0] if isinstance(part.get("allOf"), list) and len(part["allOf"]) == 1 else part
-    if not isinstance(alone, dict) or "$ref" not in alone:
-        return
-    for name in [name for name in part if name not in KEYWORDS and f"/{name}/" not in references]:
-        del part[name]
-    given, implied = part.get("type"), resolved(schema, {"$ref": alone["$ref"]}).get("type")
-    if _types(implied) and _types(implied) <= _types(given):
+    if isinstance(alone, dict) and "$ref" in alone and (
+            implied := _types(resolved(schema, {"$ref": alone["$ref"]}).get("type"))) and (
+            implied <= _types(part.get("type"))):
         del part["type"]
 
 
@@ -396,11 +392,8 @@ def _narrow_exclusive_bound(part: dict[str, Any]) -> None:
 
 
 def _is_annotation(name: str, value: Any) -> bool:
-    """Whether a keyword restricts nothing: a library's own format (Pydantic's for paths), an unknown ``$schema``
-    (GenSON's), and OpenAPI's additions, which llguidance refuses in recursive schemas only."""
-    if name in ANNOTATIONS or name.startswith("x-"):
-        # An object may hold a schema that others refer to.
-        return isinstance(value, ANNOTATIONS.get(name, str | bool | int | float))
+    """Whether a keyword restricts nothing: a library's own format (Pydantic's for paths) and an unknown ``$schema``
+    (GenSON's)."""
     if name == "format":
         return isinstance(value, str) and value not in FORMATS
     if name == "$schema":
