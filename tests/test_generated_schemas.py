@@ -444,3 +444,17 @@ def test_a_format_is_shared_within_one_document_alone(tiny_folder: Path) -> None
     other = {"type": "object", "properties": {"a": {"$id": "http://a.b/c", "items": {**day}}, "b": {**day}}}
     assert goes(other, '{"a": ["2024-02-29"], "b": "2024-02-29"}', tiny_folder)
     assert not goes(other, '{"a": ["2024-02-30', tiny_folder)
+
+
+DATE: Any = {"type": "string", "format": "date"}
+SHORT = {"type": "string", "format": "date-time", "maxLength": 19}
+
+
+@pytest.mark.parametrize("schema", [
+    {"$schema": "http://json-schema.org/draft-04/schema#", "type": "object", "properties": {
+        "a": {"id": "/properties/a", "items": {"format": "date"}}, "b": {"format": "date"}}},
+    {"type": "object", "properties": {"b": SHORT, "c": SHORT, "a": {"items": {"format": "date"}}}},
+    {"type": "object", "properties": {"a": {"items": {"oneOf": [{"type": "null"}, {"anyOf": [DATE, DATE]}]}}}}],
+    ids=["ids of draft 4", "no text is so short", "behind a reference nobody sees it is no null"])
+def test_a_format_is_shared_where_it_can_be_referred_to(schema: Any, tiny_folder: Path) -> None:
+    assert goes(schema, '{"a": ["2024-02-29"]}', tiny_folder) and not goes(schema, '{"a": ["2024-02-30', tiny_folder)

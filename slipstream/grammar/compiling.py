@@ -218,7 +218,8 @@ def _rewrite(schema: dict[str, Any], parts: list[dict[str, Any]]) -> None:
             _drop_implied_type(schema, part)
     for part in reversed(parts):
         _rewrite_property_names(schema, part)
-    if alone:
+    base = "id" if "draft-04" in str(schema.get("$schema")) else "$id"  # of references
+    if not any(base in part for part in parts[1:]) and not any("oneOf" in part for part in parts):
         _share_patterns(schema, parts[1:])
 
 
@@ -232,7 +233,8 @@ def _drop_implied_type(schema: dict[str, Any], part: dict[str, Any]) -> None:
 
 
 def _share_patterns(schema: dict[str, Any], parts: list[dict[str, Any]]) -> None:
-    """llguidance takes half a millisecond for each date or URI, but once for what is referred to."""
+    """llguidance takes half a millisecond for each date or URI, but once for what is referred to. It refuses all for a
+    reference to what allows nothing, and looks behind none in a ``oneOf``."""
     alike: dict[str, list[dict[str, Any]]] = {}
     for part in parts:
         if part.keys() <= LEAF_KEYWORDS | NAME_NOTES and any(
@@ -240,7 +242,8 @@ def _share_patterns(schema: dict[str, Any], parts: list[dict[str, Any]]) -> None
             written = json.dumps({name: part[name] for name in sorted(LEAF_KEYWORDS & part.keys())})
             alike.setdefault(written, []).append(part)
     for written, places in alike.items():
-        if len(places) > 1 and isinstance(defs := schema.setdefault("$defs", {}), dict):
+        if len(places) > 1 and isinstance(defs := schema.setdefault("$defs", {}), dict) and not (
+                LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(written))):
             name = next(str(i) for i in count(len(defs)) if str(i) not in defs)
             defs[name] = json.loads(written)
             for part in places:
