@@ -36,6 +36,16 @@ def test_a_profile_of_a_machine_that_was_busy_keeps_its_shape() -> None:
     assert costs.cost(1, 10_000) - costs.cost(1) == pytest.approx(2e-7 * 10_000, rel=0.02)
 
 
+def test_a_few_slow_steps_do_not_make_a_row_count_dear_for_ever() -> None:
+    costs = StepCosts({1: 0.010, 8: 0.0125, 64: 0.045})
+    for _ in range(4):
+        costs.observe(8, 0.040)  # the machine had other work
+    assert costs.cost(8) > 0.018
+    for _ in range(10_000):  # none has eight rows now, as they do not pay
+        costs.observe(1, 0.010)
+    assert costs.cost(8) == pytest.approx(0.0125, rel=0.03) and costs.cost(1) == pytest.approx(0.010, rel=0.01)
+
+
 def test_behind_a_long_text_fewer_draft_tokens_pay() -> None:
     costs = StepCosts({1: STEP_S, 64: 1.1 * STEP_S}, read_s=2e-7)
     chances = [0.8 ** (1 + depth) for depth in range(16)]

@@ -180,6 +180,7 @@ class ExplorationBudget:
 
 NEAR_RATE = 0.15  # of a surprise that changes the cost of row counts near the measured one
 FAR_RATE = 0.03  # and of all row counts: a machine under load is slower everywhere
+FADE_RATE = 0.0005  # of what a row count's cost differs from the profile's shape, for each step elsewhere
 BUSY_AT_START = math.log(1.25)  # one of the first steps that takes so much less says that the profile is too high
 MAX_SURPRISE = math.log(4.0)  # one odd step counts as no more than this
 DEPTHS = 32
@@ -210,7 +211,8 @@ class StepCosts:
     verified behind long texts it is doubted, ever more, up to READ_DOUBT, as else it could keep drafts away for ever.
 
     Shared by all sessions of a target. Between profiled row counts it interpolates, beyond the last it goes on with the
-    last slope, and it never falls as rows grow. A profile of one row count makes further rows free.
+    last slope, and it never falls as rows grow. A profile of one row count makes further rows free. Of row counts that
+    no step has, the profile's shape is believed again in time: a few slow steps could keep drafts away for ever.
 
     A profile may be a guess: then the first steps near a row count say what it costs, the first of all what height the
     others have, and those beside two that were seen stand on the line through them. What is never tried stays a
@@ -314,9 +316,13 @@ class StepCosts:
             if first > FAR_RATE and surprise < -BUSY_AT_START:  # what was measured with it falls with it
                 far, lowered = first, math.exp(first * surprise)
                 self._read_s, self._least_read_s = self._read_s * lowered, self._least_read_s * lowered
+            here = self._factors[low]
+            if share:
+                here += share * (self._factors[low + 1] - here)
             for point in range(len(self._rows)):
                 weight = 1.0 - share if point == low else share if point == low + 1 else 0.0
-                self._factors[point] += surprise * min(1.0, far + NEAR_RATE * weight)
+                fade = FADE_RATE * (here - self._factors[point])
+                self._factors[point] += fade + surprise * min(1.0, far + NEAR_RATE * weight)
             if reading_s:
                 self._read_s *= math.exp(NEAR_RATE * surprise * reading_s / cost_s)
             elif self._read_s > self._least_read_s and any(key[3] for key in self._steps):
