@@ -424,6 +424,8 @@ class VllmService:
         self._loaded, self._config, self._metrics, self._spans = loaded, config, metrics, spans
         self._clock = clock
         self._max_running = config.max_sessions * loaded.cores  # answers that run at once
+        # Where all layers see a window, or blocks were given by number, the cache may hold less than the model reads.
+        self._max_context = min(loaded.served.max_context, loaded.served.num_slots)
         self._numbers = itertools.count(1)
         self._answers: set[VllmAnswer] = set()
         self._drafts = tuple(DraftStatus(address, False, problem="not connected yet") for address in config.drafts
@@ -444,7 +446,7 @@ class VllmService:
         if request.grammar is not None and self._loaded.trials is None:  # and ``info`` says so
             raise InvalidRequest("grammar", "this model's tokenizer is of no use for one", "unsupported_parameter")
         served = self._loaded.served
-        served.check(request, min(served.max_context, served.num_slots))
+        served.check(request, self._max_context)
         if (waiting := self._running_and_waiting[1]) > MAX_WAITING:
             raise CapacityError(f"{waiting} requests are waiting already")
         name = f"{request.request_id or 'request'}-{next(self._numbers)}"
@@ -457,7 +459,7 @@ class VllmService:
         served, (running, waiting) = self._loaded.served, self._running_and_waiting
         without: tuple[Without, ...] = (("trees",) if self._loaded.keyed
                                         else ("keyed_sampling", "trees", "resumed_samples"))
-        return TargetInfo(served.model_id, served.vocab_size, served.max_context, served.tokenizer_hash, running,
+        return TargetInfo(served.model_id, served.vocab_size, self._max_context, served.tokenizer_hash, running,
                           waiting, self._draining, self._drafts, engine=f"vllm {self._loaded.version}", without=without,
                           identity=served.identity,
                           takes=tuple(need for need in SUPPORTED

@@ -211,9 +211,9 @@ class Tried:
 @asynccontextmanager
 async def served(engine: FakeEngine, drafted: bool = True, keyed: bool = False, spans: Spans | None = None,
                  tries: bool = True, metrics: TargetMetrics | None = None, fill: CacheUsage | None = None,
-                 **settings: Any) -> AsyncIterator[VllmService]:
+                 num_slots: int = 1024, **settings: Any) -> AsyncIterator[VllmService]:
     engine.rounds = StepReports(Path(tempfile.mkdtemp()) / "rounds")
-    served = ServedModel("function", 260, 512, "", 1024, IDENTITY)
+    served = ServedModel("function", 260, 512, "", num_slots, IDENTITY)
     running = LoadedEngine(engine, "0.32.0", params, (Refused,), served, drafted, keyed,
                            fill or CacheUsage({0: 0.25}), engine.rounds, Trials(Tried()) if tries else None,
                            cores=1 + len(engine.others))
@@ -231,6 +231,17 @@ def request(max_tokens: int = 12, **sampling: Any) -> Request:
 
 async def taken(answer: Any) -> list[Piece]:
     return [piece async for piece in answer]
+
+
+async def test_a_cache_for_less_than_the_models_context_is_the_context_that_clients_are_told() -> None:
+    """A chat that named no max_tokens was given all of the model's context, and then refused, always."""
+    async with served(FakeEngine(), num_slots=256) as service:
+        info = await service.info()
+        answer = service.submit(request(info.max_context - len(PROMPT)))
+        with pytest.raises(InvalidRequest, match="256 tokens that fit"):
+            service.submit(request(info.max_context - len(PROMPT) + 1))
+        await answer.aclose()
+    assert info.max_context == 256
 
 
 async def pass_by(passes: Callable[[float], None], seconds: float) -> None:
