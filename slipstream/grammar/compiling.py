@@ -64,7 +64,7 @@ DAYS = ("^([0-9]{4}-(0[13-9]|1[0-2])-|[0-9]{4}-02-([01][0-9]|2[0-8])|"
 EXACTLY = {"date": DAYS, "time": "^[^:]*:[^:]*:[0-5]", "date-time": f"{DAYS}[^:]*:[^:]*:[0-5]"}
 # Of times, which lets no offset through, as Zod's does not: the format demands one.
 NO_OFFSET = re.compile(r"(?!.*(\[[+-]|[+-]\]))\^(\\[d.]|[\d\[\](){}|?:,*+-])+\$", re.ASCII)
-VALUES = ("const", "enum", "default", "examples")  # no schemas, whatever they look like
+VALUES = ("const", "enum", "default", "examples", "x-guidance")  # no schemas, whatever they look like
 # What may restrict a value or be referred to. llguidance ignores others, but refuses some beside a recursive reference.
 KEYWORDS = frozenset({
     *LEAF_KEYWORDS, *APPLICATORS, *COUNTS, *SCHEMAS, "const", "enum", "required", "if", "then", "else", "items",
