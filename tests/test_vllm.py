@@ -418,6 +418,14 @@ def test_plain_decoding_is_not_looked_up_for_and_teaches_what_steps_cost() -> No
         assert {one.state for step in told for one in step.requests} == {"plain"} and len(told) > 30
 
 
+def test_requests_of_all_lengths_share_the_prices_of_a_step() -> None:
+    runner = Runner(["a"], 400)
+    chains = Chains(replace(OPTIONS, prompt_lookup=True, always=False).section(4), TargetMetrics("function"))
+    play(runner, chains, 120)
+    followed = chains._sessions["a"]
+    assert followed.side.base > 256 and followed.policy._inputs is not None and not followed.policy._inputs.context
+
+
 @pytest.mark.parametrize("known", [False, True])
 def test_a_request_that_began_without_drafts_is_drafted_for_once_it_may_be(known: bool) -> None:
     """Whether the router's switch comes while its prompt waits, or before it is opened anew."""

@@ -464,8 +464,9 @@ class Followed:
         followed = self.link is not None
         if num_left < 2 or (not followed and not chances and not self._drafter_available(now_s)):
             return None
-        return RoundInputs(others, followed, chances, self.wait.num_since_request, self._can_run_ahead,
-                           whole_context(self.side.base))
+        # A guess of what steps cost says nothing of reading: sessions of all lengths share its prices.
+        context = 0 if self._context.beliefs.costs.guessed else whole_context(self.side.base)
+        return RoundInputs(others, followed, chances, self.wait.num_since_request, self._can_run_ahead, context)
 
     def _plain_decision(self) -> Decision:
         return Decision(self.policy.mode, 0, 0, 0, False, False, 0.0,
