@@ -310,24 +310,28 @@ class StepCosts:
         if self._num_seen is not None:
             self._correct_guess(rows, surprise, self._num_seen)
         else:
-            low, share = self._place(rows)
-            share, far, first = min(1.0, share), FAR_RATE, 1.0 / (1 + self._num_corrections)
-            self._num_corrections += 1
-            if first > FAR_RATE and surprise < -BUSY_AT_START:  # what was measured with it falls with it
-                far, lowered = first, math.exp(first * surprise)
-                self._read_s, self._least_read_s = self._read_s * lowered, self._least_read_s * lowered
-            here = self._factors[low]
-            if share:
-                here += share * (self._factors[low + 1] - here)
-            for point in range(len(self._rows)):
-                weight = 1.0 - share if point == low else share if point == low + 1 else 0.0
-                fade = FADE_RATE * (here - self._factors[point])
-                self._factors[point] += fade + surprise * min(1.0, far + NEAR_RATE * weight)
+            self._correct_profile(rows, surprise)
             if reading_s:
                 self._read_s *= math.exp(NEAR_RATE * surprise * reading_s / cost_s)
             elif self._read_s > self._least_read_s and any(key[3] for key in self._steps):
                 self._read_s *= READ_FADE  # priced, and nobody read
         self._update()
+
+    def _correct_profile(self, rows: int, surprise: float) -> None:
+        # What was measured: near the rows of the step more than elsewhere.
+        low, share = self._place(rows)
+        share, far, first = min(1.0, share), FAR_RATE, 1.0 / (1 + self._num_corrections)
+        self._num_corrections += 1
+        if first > FAR_RATE and surprise < -BUSY_AT_START:  # what was measured with it falls with it
+            far, lowered = first, math.exp(first * surprise)
+            self._read_s, self._least_read_s = self._read_s * lowered, self._least_read_s * lowered
+        here = self._factors[low]
+        if share:
+            here += share * (self._factors[low + 1] - here)
+        for point in range(len(self._rows)):
+            weight = 1.0 - share if point == low else share if point == low + 1 else 0.0
+            fade = FADE_RATE * (here - self._factors[point])
+            self._factors[point] += fade + surprise * min(1.0, far + NEAR_RATE * weight)
 
     def _correct_guess(self, rows: int, surprise: float, num_seen: list[int]) -> None:
         # Of a guess: the first surprise moves the whole profile, those of the first steps near a point that point.
