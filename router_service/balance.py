@@ -51,7 +51,7 @@ from slipstream.observe.metrics import RouterMetrics
 from slipstream.protocol.identity import Identity
 from slipstream.protocol.requests import Answer, Backend, Need, Piece, Request, TargetInfo
 from slipstream.wire.roster import Roster, RosterRules
-from slipstream.wire.status import Told
+from slipstream.wire.status import ReportedProblems
 
 
 class RemoteBackend(Backend, Protocol):
@@ -80,7 +80,7 @@ class Target:
     ejected_until: float = 0.0
     probe: RoutedAnswer | None = None  # that tries it after it was ejected
     problem: str = "not asked yet"  # why it gets no work; "" for none
-    told: Told = field(default_factory=Told)
+    reported: ReportedProblems = field(default_factory=ReportedProblems)
     draining: bool = False
     unreachable: bool = False  # it answers no polls
     first_piece_limits: set[Limit] = field(default_factory=set)  # of answers that still wait for their first piece
@@ -291,14 +291,14 @@ class Balancer:
                 info = await target.backend.info()
         except Exception as error:  # whatever a target does, the others are still polled
             target.missed_polls += 1
-            told = str(error) if isinstance(error, SlipstreamError) else ""
-            target.problem = told or "does not answer"
+            reason = str(error) if isinstance(error, SlipstreamError) else ""
+            target.problem = reason or "does not answer"
             if target.missed_polls >= self.rules.polls_until_unreachable or target.delisted:
                 target.set_unreachable()
         else:
             target.poll_answered(info, self._mismatch(info))
             self._targets.poll_answered(target)
-        if target.problem != before and target.told.is_new(target.problem):
+        if target.problem != before and target.reported.is_new(target.problem):
             self._log.info("target changed", target=target.name, ready=target.ready, problem=target.problem)
 
     def _mismatch(self, info: TargetInfo) -> str:

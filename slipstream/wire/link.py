@@ -71,7 +71,7 @@ from slipstream.wire.codec import (
     encode_target_frames,
     encode_target_hello,
 )
-from slipstream.wire.status import Told, from_grpc_error
+from slipstream.wire.status import ReportedProblems, from_grpc_error
 from slipstream.wire.tls import TlsFiles
 
 Item = TypeVar("Item")
@@ -293,7 +293,7 @@ class DraftLink:
         self._exclusion = Exclusion()
         self._drafter = ""
         self._problem = "not connected yet"
-        self._told = Told()
+        self._reported = ReportedProblems()
         self._log = logger("wire", draft=address)
 
     def send(self, items: Sequence[DraftBound]) -> None:
@@ -344,7 +344,7 @@ class DraftLink:
     def _report(self, event: str, error: SlipstreamError, kind: str = "") -> None:
         # Once for each new problem: a draft may be away for hours.
         self._problem = f"{kind}{error}"
-        if self._told.is_new(self._problem):
+        if self._reported.is_new(self._problem):
             self._log.warning(event, problem=str(error))
 
     async def _stream(self) -> None:
@@ -399,7 +399,7 @@ class DraftLink:
                       self._rules.message_bytes, self.counts, outbox, partial(self._events.received, self),
                       self._give_up, partial(self._events.inbox_full, self), Allowance())
         self._outbox, self._drafter = outbox, draft.drafter
-        self._told.is_new("")
+        self._reported.is_new("")
         (self._log.warning if self._problem else self._log.info)("draft link up", drafter=draft.drafter,
                                                                  problem=self._problem)
         reason = "stopped"

@@ -46,7 +46,7 @@ Context = aio.ServicerContext[bytes, bytes]
 
 METADATA = "slipstream-error-bin"
 MAX_RETRY_S = 3600.0
-MAX_TOLD = 16  # problems of a peer
+MAX_REPORTED = 16  # problems of a peer
 # What grpc.aio puts over the peer's status when a call ends while it is written to.
 OVERWRITTEN_DETAILS = "Internal error from Core"
 PLACE = re.compile(r"ipv[46]:\S+ ")  # as gRPC names what it dialled
@@ -129,21 +129,21 @@ def from_grpc_error(error: grpc.RpcError, peer: str) -> SlipstreamError:
     return CallLost(f"{peer}: {code.name if code is not None else 'no status'} {details}".rstrip())
 
 
-class Told:
-    """The problems of a peer that were told since it was well. gRPC words one fault in several ways, turn about, and
-    names the address that it tried last."""
+class ReportedProblems:
+    """The problems of a peer that were reported since it was well. gRPC words one fault in several ways, turn about,
+    and names the address that it tried last."""
 
     def __init__(self) -> None:
-        self._told = set[str]()
+        self._reported = set[str]()
 
     def is_new(self, problem: str) -> bool:
-        """Whether ``problem`` is to be told; "": the peer is well."""
+        """Whether ``problem`` is to be reported; "": the peer is well."""
         if not problem:
-            self._told.clear()
+            self._reported.clear()
         words = PLACE.sub("", problem)
-        if words in self._told or len(self._told) >= MAX_TOLD:
+        if words in self._reported or len(self._reported) >= MAX_REPORTED:
             return False
-        self._told.add(words)
+        self._reported.add(words)
         return True
 
 
