@@ -138,7 +138,7 @@ PROFILE_CONTEXT = 128
 LONG_CONTEXT = 1536  # tokens; behind so many, what reading them takes stands out from noise
 LONG_ROWS = 16
 PROFILE_REPEATS = 5
-PROFILE_S = 10.0  # a large model on a CPU is measured less often: it starts a minute earlier
+PROFILE_S = 10.0  # after so long no further turn begins: a large model on a CPU would start much later
 PROFILED_ROWS = (1, 2, 4, 8, 12, 16, 32, 64)  # rows; our CPU kernels compute up to twelve rows together
 
 
@@ -317,7 +317,7 @@ class ModelRunner:
         self._check_numbers()
         fitting = [(count, PROFILE_CONTEXT) for count in rows if PROFILE_CONTEXT + count <= self.slots.num_free]
         corners: list[tuple[int, int]] = []
-        if max(LONG_CONTEXT, PROFILE_CONTEXT) + LONG_ROWS <= min(self.slots.num_free, self.config.max_context):
+        if LONG_CONTEXT + LONG_ROWS <= min(self.slots.num_free, self.config.max_context):
             corners = [(count, context) for count in (1, LONG_ROWS) for context in (PROFILE_CONTEXT, LONG_CONTEXT)]
         took = self._fastest([*dict.fromkeys([*fitting, *corners])])
         read_s = 0.0
