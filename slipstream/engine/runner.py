@@ -317,7 +317,7 @@ class ModelRunner:
         self._check_numbers()
         fitting = [(count, PROFILE_CONTEXT) for count in rows if PROFILE_CONTEXT + count <= self.slots.num_free]
         corners: list[tuple[int, int]] = []
-        if LONG_CONTEXT + LONG_ROWS <= min(self.slots.num_free, self.config.max_context):
+        if min(self.slots.num_free, self.config.max_context) >= LONG_CONTEXT + LONG_ROWS:
             corners = [(count, context) for count in (1, LONG_ROWS) for context in (PROFILE_CONTEXT, LONG_CONTEXT)]
         took = self._fastest([*dict.fromkeys([*fitting, *corners])])
         read_s = 0.0
