@@ -134,7 +134,7 @@ bench-exact: setup  ## check that speculation changes no answer: plain and defau
 
 bench-host: setup  ## measure the CPU time of a real round outside the devices, by part and by thread
 	$(BIN)/python -m bench.host.rounds $(ARGS)
-	$(BIN)/python -m bench.host.pieces
+	GOMP_SPINCOUNT=0 $(BIN)/python -m bench.host.pieces
 
 bench-steps: setup  ## measure a step by number of rows and threads, and the parts of a plain step
 	GOMP_SPINCOUNT=0 $(BIN)/python -m bench.host.steps $(ARGS)

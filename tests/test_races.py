@@ -174,6 +174,21 @@ def test_hardly_a_row_is_left_to_the_specification(team: Team) -> None:
     assert race.unsure <= race.rows / 200, (race.unsure, race.rows)
 
 
+@pytest.mark.parametrize("top_k", [0, 40])
+def test_a_nucleus_is_known_however_near_its_border_is(team: Team, top_k: int) -> None:
+    race, dice = NativeRace(team), np.random.default_rng(6)
+    for seed in range(60):
+        logits = torch.from_numpy(peaked(dice, 4, 3000))
+        mass = torch.softmax(logits[0].double().sort(descending=True).values[: top_k or None], 0).cumsum(0)
+        top_p = float(mass[int(dice.integers(0, 12))]) * (1 + float(dice.choice([1e-6, -1e-6, 1e-9, -1e-9])))
+        sampling = Sampling(temperature=1.0, top_p=min(top_p, 1.0), top_k=top_k, seed=seed)
+        rows = [ChoiceRows(sampling, range(4), range(4), range(4), None, [()] * 4)]
+        for most in (1, 12):
+            won = race(logits, rows, most)
+            assert won is not None and all(won.sure), (seed, most)
+            assert list(won.tokens[::most]) == choose(logits, rows), (seed, most)
+
+
 def test_what_is_no_number_or_cannot_be_ordered_is_left_to_the_specification(team: Team) -> None:
     race, logits = NativeRace(team), torch.randn(5, 200)
     logits[0, 3], logits[1, 199], logits[2], logits[3, :2] = math.nan, math.inf, -math.inf, 50.0

@@ -32,7 +32,6 @@ from slipstream.protocol.requests import Sampling
 
 FIRST_WIDTH_CPU, FIRST_WIDTH = 64, 1024  # first candidates; more on a GPU, as the host waits to learn if it needs more
 BLOCK = 64  # columns that are summed, or searched, together
-COLDEST = 1e-30  # the lowest temperature that float32 can divide by
 
 
 class TokenHistory:
@@ -162,7 +161,7 @@ def survivors(logits: torch.Tensor, temperature: torch.Tensor, samplings: Sequen
     log_mass = torch.zeros_like(temperature)
     # The host knows whether any row needs it, without a copy. Rows that do not need it are not shifted.
     if any(s.top_p < 1.0 and limit == vocab for s, limit in zip(samplings, limits, strict=True)):
-        log_mass = torch.where(whole, _log_mass(logits - highest, temperature), log_mass)
+        log_mass = torch.where(whole, _log_mass(logits, highest, temperature), log_mass)
     first = FIRST_WIDTH_CPU if logits.device.type == "cpu" else FIRST_WIDTH
     width = max(first, at_least, *(limit + 1 for limit in limits if limit < vocab))
     while True:
@@ -191,12 +190,11 @@ def _best(logits: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]
     return found.values, chosen.gather(1, places // BLOCK) * BLOCK + places % BLOCK
 
 
-def _log_mass(below: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """float64 [R, 1]: log of the sum of exp(below / temperature). below: [R, V], at most 0."""
-    kind = torch.promote_types(below.dtype, torch.float32)
-    shares = below.to(kind).div(temperature.clamp(min=COLDEST).to(kind)).exp_()
-    shares = F.pad(shares, (0, -shares.shape[1] % BLOCK))
-    return shares.view(len(shares), -1, BLOCK).sum(-1).to(torch.float64).sum(1, keepdim=True).log_()
+def _log_mass(logits: torch.Tensor, highest: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """float64 [R, 1]: log of the sum of exp((logits - highest) / temperature). highest, temperature: [R, 1]."""
+    shares = logits.to(torch.float64, copy=True).sub_(highest).div_(temperature).exp_()
+    shares = F.pad(shares, (0, -shares.shape[1] % BLOCK))  # sums of blocks do not depend on the number of rows
+    return shares.view(len(shares), -1, BLOCK).sum(-1).sum(1, keepdim=True).log_()
 
 
 def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@
 //    nearly always survives, so only that one is checked first; if it does not, its logit is the lower limit of the
 //    next race.
 // 4. Masses are sums of float32 exponentials. Blocks far below the top are bounded by their greatest logit, and
-//    summed exactly only if the bound does not decide.
+//    summed exactly only if the bound does not decide. If that does not decide either, the row is summed in float64.
 // 5. Tokens with penalties, bias or stops are taken out of the row and compete by themselves, in float64.
 
 #pragma once
@@ -29,8 +29,10 @@ namespace {
 
 constexpr int NOISE_BLOCK = 64;  // `noise.BLOCK`
 constexpr uint64_t GOLDEN = 0x9E3779B97F4A7C15, STRIDE = 0xD1342543DE82EF95, BLOCK_STRIDE = 0xA0761D6478BD642F;
-// relative error of masses on either side: at most 256 float32 sums, some roundings of arguments that are 13 on average at most
+// relative error of a mass: at most 256 float32 sums, some roundings of arguments that are 13 on average at most
 constexpr double MASS_ERROR = 2e-5;
+constexpr double EXACT_MASS_ERROR = 1e-11;  // of one in float64, on either side
+constexpr double NO_MASS = -45;             // exp of it times all tokens is less than that error
 constexpr double LOGIT_ERROR = 1e-9;       // logits this close may become equal in float64 when shifted and divided
 constexpr double CHORD_RATIO = 0.93;      // chords are at most 1.0615 of what they span, and float32 sums of 50,000 are not exact
 constexpr float BOUND_SLACK = 0.01f;      // added to bounds: for their own rounding and that of the top to float32
@@ -336,6 +338,16 @@ struct Race {
         if (others) *others = double(reduce_add(far));
         return sum + reduce_add(part);
     }
+
+    double exact_mass(double least) const {  // of logits that are at least `least`, in float64
+        double sum = 0, from = std::max(least, top + NO_MASS * session.temperature);
+        for (int64_t block = 0; block < vocabulary.blocks; block++) {
+            if (!(peaks[block] >= from)) continue;
+            for (int64_t i = begin(block); i < end(block); i++) sum += x[i] >= from ? relative_mass(x[i]) : 0;
+        }
+        for (const AdjustedLogit& one : adjusted) sum += one.value >= from ? relative_mass(one.value) : 0;
+        return sum;
+    }
 };
 
 enum Verdict { OUT, IN, UNSURE };
@@ -345,6 +357,7 @@ struct Filters {
     Race& race;
     double kth = -INFINITY, lowest = -INFINITY;  // the k-th greatest logit; the threshold of min-p
     double total = -1, others = 0;               // the mass that top-p counts, and an approximation of what is missing in it
+    double exact_wanted = -1;                    // the mass above a survivor is less than this, in float64
     double reach = 6;                            // blocks with peaks up to so far below the top are summed exactly
     double lowest_in = INFINITY, highest_out = -INFINITY;
 
@@ -402,9 +415,16 @@ struct Filters {
             if (above * (1 + error) < wanted * (total + CHORD_RATIO * others) * (1 - error)) return IN;
             if (certain_above < 0) certain_above = race.mass(logit + slack(), logit);
             if (certain_above * (1 - error) > wanted * (total + 1.01 * others) * (1 + error)) return OUT;
-            if (limited() || reach == INFINITY) return UNSURE;
+            if (limited() || reach == INFINITY) return exact_nucleus(logit);
             reach = INFINITY, total = -1, others = 0;
         }
+    }
+
+    Verdict exact_nucleus(double logit) {
+        if (exact_wanted < 0) exact_wanted = race.session.top_p * (limited() ? total : race.exact_mass(-INFINITY));
+        double least = exact_wanted * (1 - EXACT_MASS_ERROR), most = exact_wanted * (1 + EXACT_MASS_ERROR);
+        if (race.exact_mass(std::nextafter(logit, INFINITY)) < least) return IN;
+        return race.exact_mass(logit + slack()) > most ? OUT : UNSURE;
     }
 
     Verdict survives(double logit) {  // logit: at least `race.min_logit`
