@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from router_service.service import RouterService
 from slipstream.base.config import Config
-from slipstream.cli.process import main
+from slipstream.cli.process import main, require_own
 from slipstream.observe.vitals import wait_until_stopped
 from slipstream.wire.discovery import fixed_addresses, watch_services
 from slipstream.wire.target import TargetClient
@@ -19,6 +19,7 @@ from slipstream.wire.tls import tls_files, with_server_name
 
 async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None]) -> None:
     """Serve until ``stop`` is set, then drain. ``ready`` is called once the ports listen."""
+    require_own(config, "router")
     tls, addresses = tls_files(config.wire.tls), config.router.targets
     clients = {address: TargetClient(address, tls=tls) for address in fixed_addresses(addresses)}
 

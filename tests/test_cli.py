@@ -322,7 +322,7 @@ def test_a_service_that_cannot_begin_says_why_at_last(role: str, change: str, to
     assert done.returncode == 1 and told in done.stderr.splitlines()[-1], done.stderr
 
 
-@pytest.mark.parametrize("role", ["target", "draft"])
+@pytest.mark.parametrize("role", ["target", "draft", "router"])
 @pytest.mark.parametrize(("change", "told"), [("{role}.listen={taken}", "^{role}.listen: port .* is taken"),
                                               ("wire.tls.folder={folder}", r"^tls: cannot read .*tls\.crt")])
 def test_a_mistake_is_told_before_a_model_is_loaded(role: str, change: str, told: str, tmp_path: Path) -> None:
