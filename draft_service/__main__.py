@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # first: it names a package that the imports below lack
+    from slipstream.__main__ import main
+
+    main("draft_service")
+
 import asyncio
 from collections.abc import Callable
 
@@ -9,7 +14,7 @@ from draft_service.assembly import build
 from draft_service.worker import DraftWorker
 from slipstream.base.config import Config
 from slipstream.base.errors import SlipstreamError
-from slipstream.cli.process import main, require_own
+from slipstream.cli.process import require_own
 from slipstream.observe.log import logger
 from slipstream.observe.scrape import MetricsServer
 from slipstream.observe.vitals import background_tasks, wait_until_stopped
@@ -59,7 +64,3 @@ async def host(config: Config, worker: DraftWorker, stop: asyncio.Event, ready: 
         await asyncio.to_thread(worker.stop)
         await asyncio.to_thread(metrics.close)
     logger("draft").info("stopped")
-
-
-if __name__ == "__main__":
-    main("draft_service", serve)

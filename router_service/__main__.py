@@ -5,12 +5,17 @@ A composition root: it joins the router to targets over the wire.
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # first: it names a package that the imports below lack
+    from slipstream.__main__ import main
+
+    main("router_service")
+
 import asyncio
 from collections.abc import Callable
 
 from router_service.service import RouterService
 from slipstream.base.config import Config
-from slipstream.cli.process import main, require_own
+from slipstream.cli.process import require_own
 from slipstream.observe.vitals import wait_until_stopped
 from slipstream.wire.discovery import fixed_addresses, watch_services
 from slipstream.wire.target import TargetClient
@@ -39,7 +44,3 @@ async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None]) 
     finally:
         for client in clients.values():
             await client.aclose()
-
-
-if __name__ == "__main__":
-    main("router_service", serve)

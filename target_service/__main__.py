@@ -5,6 +5,11 @@ A composition root: it joins the worker to drafts (``wire.link``) and to routers
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # first: it names a package that the imports below lack
+    from slipstream.__main__ import main
+
+    main("target_service")
+
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
@@ -12,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from slipstream.base.config import Config
 from slipstream.base.errors import SlipstreamError, Unavailable
-from slipstream.cli.process import main, require_own
+from slipstream.cli.process import require_own
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.scrape import MetricsServer
@@ -147,7 +152,3 @@ async def _compute(config: Config, stop: asyncio.Event, ready: Callable[[], None
         await asyncio.to_thread(metrics.close)
         vitals.disarm_exit()
     logger("target").info("stopped")
-
-
-if __name__ == "__main__":
-    main("target_service", serve)

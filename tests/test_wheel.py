@@ -107,6 +107,15 @@ def test_without_its_extra_the_command_line_says_what_to_install() -> None:
     assert done.returncode != 0 and "pip install 'slipstream[" in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(("service", "lacks"), [("draft", "torch"), ("target", "torch"), ("router", "orjson")])
+def test_without_its_extra_a_service_says_what_to_install(service: str, lacks: str) -> None:
+    run = f"runpy.run_module('{service}_service', run_name='__main__')"
+    script = f"import runpy, sys; sys.modules[{lacks!r}] = None; {run}"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (
+        1, f"this command needs {lacks}; run: pip install 'slipstream[router,engine]'\n")
+
+
 def test_type_checkers_read_the_types_of_the_client() -> None:
     assert (ROOT / "slipstream" / "py.typed").is_file(), "without this mark (PEP 561) they take all of it for Any"
 
