@@ -1,5 +1,5 @@
 // The keyed sample of a row without most of its logits: an output is computed exactly only if it could win, by its
-// upper bound (`screen.h`) and its token's noise (`races.h`). The result is what `races.h` would choose from all
+// upper bound (`screen.h`) and its token's noise (`race.h`). The result is what `races.h` would choose from all
 // outputs, or -1: then the specification (`slipstream.choosing`) must choose. An output that is left out loses by
 // more than the rounding of both implementations.
 
