@@ -180,7 +180,7 @@ class ExplorationBudget:
 
 NEAR_RATE = 0.15  # of a surprise that changes the cost of row counts near the measured one
 FAR_RATE = 0.03  # and of all row counts: a machine under load is slower everywhere
-FADE_RATE = 0.0005  # of what a row count's cost differs from the profile's shape, for each step elsewhere
+FADE_RATE = 0.0005  # of what is believed beyond the profile's shape, or of reading, for each step that does not show it
 BUSY_AT_START = math.log(1.25)  # one of the first steps that takes so much less says that the profile is too high
 MAX_SURPRISE = math.log(4.0)  # one odd step counts as no more than this
 DEPTHS = 32
@@ -197,7 +197,6 @@ MAX_PLAIN_TRIES = 4  # steps in a row that may be asked to be plain: prompts in 
 
 CONTEXT_STEP = 256  # tokens: sessions of about one length share a price, and that of a short text is the profile's
 READ_DOUBT = 4.0  # what reading takes was measured in a moment, at start, when much else may have run
-READ_FADE = 0.9995  # of it, for each step behind a long text that verified nothing there
 
 
 def whole_context(num_tokens: int) -> int:
@@ -207,12 +206,14 @@ def whole_context(num_tokens: int) -> int:
 
 class StepCosts:
     """Seconds of one target step by its number of rows: a start-up profile, corrected by what steps really take. Behind
-    long texts draft tokens cost more: each reads them, for ``read_s`` seconds a token at start. While nothing is
-    verified behind long texts it is doubted, ever more, up to READ_DOUBT, as else it could keep drafts away for ever.
+    long texts draft tokens cost more: each reads them, for ``read_s`` seconds a token at start.
 
     Shared by all sessions of a target. Between profiled row counts it interpolates, beyond the last it goes on with the
-    last slope, and it never falls as rows grow. A profile of one row count makes further rows free. Of row counts that
-    no step has, the profile's shape is believed again in time: a few slow steps could keep drafts away for ever.
+    last slope, and it never falls as rows grow. A profile of one row count makes further rows free.
+
+    A price that keeps drafts away is one that no step shows again, so it must not stay for ever: step by step
+    (FADE_RATE), row counts that no step has return to the profile's shape, and where long texts verify nothing, what
+    reading takes falls, to the READ_DOUBT-th part of what was measured at start.
 
     A profile may be a guess: then the first steps near a row count say what it costs, the first of all what height the
     others have, and those beside two that were seen stand on the line through them. What is never tried stays a
@@ -220,12 +221,13 @@ class StepCosts:
     """
 
     __slots__ = ("_costs", "_factors", "_last_observed", "_least_read_s", "_num_corrections", "_num_seen", "_observed",
-                 "_profile", "_read_s", "_rows", "_steps", "_visited")
+                 "_profile", "_read_s", "_reading_priced", "_rows", "_steps", "_visited")
 
     def __init__(self, profile: Mapping[int, float], read_s: float = 0.0, guessed: bool = False) -> None:
         """``profile``: {rows: seconds}, at least one entry, all positive."""
         assert profile and all(rows > 0 and 0 < seconds < math.inf for rows, seconds in profile.items())
         self._read_s, self._least_read_s = read_s, read_s / READ_DOUBT
+        self._reading_priced = False  # since the newest step
         self._rows = sorted(profile)
         self._profile = [profile[rows] for rows in self._rows]
         self._factors = [0.0] * len(self._rows)  # logarithms
@@ -280,6 +282,7 @@ class StepCosts:
         return self.steps(rows, 0)[0] + self._read_s * num_read
 
     def _with_reading(self, steps: Sequence[float], context: int) -> list[float]:
+        self._reading_priced = True
         read_s = self._read_s * context
         return [step_s + more * read_s for more, step_s in enumerate(steps)]
 
@@ -313,8 +316,8 @@ class StepCosts:
             self._correct_profile(rows, surprise)
             if reading_s:
                 self._read_s *= math.exp(NEAR_RATE * surprise * reading_s / cost_s)
-            elif self._read_s > self._least_read_s and any(key[3] for key in self._steps):
-                self._read_s *= READ_FADE  # priced, and nobody read
+            elif self._reading_priced and self._read_s > self._least_read_s:
+                self._read_s *= 1 - FADE_RATE
         self._update()
 
     def _correct_profile(self, rows: int, surprise: float) -> None:
@@ -366,6 +369,7 @@ class StepCosts:
 
     def _update(self) -> None:
         self._steps.clear()
+        self._reading_priced = False
         self._costs = list(accumulate(map(mul, self._profile, map(math.exp, self._factors)), max))
         if len(self._visited) > 1:
             self._interpolate_unseen(self._visited)
