@@ -170,6 +170,34 @@ def test_a_long_text_is_read_between_two_commits(make: Make, kind: str, sessions
     assert all(grown)
 
 
+@pytest.mark.parametrize(("lengths", "slots"), [([50] * 4, 260), ([250] * 3, 600), ([900, 90, 90], 700)],
+                         ids=["texts that grow", "prompts", "a long one"])
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_sessions_with_more_text_than_there_are_slots_all_draft(make: Make, kind: str, lengths: list[int], slots: int
+                                                                ) -> None:
+    """From the first full pool on nobody drafted at all: each kept the slots of what it had read, and none got another
+    one, until answers ended."""
+    shape = {"topk": 2, "num_steps": 3, "num_draft_tokens": 8}
+    drafter = make({"drafter": kind, "growth": shape}, num_slots=slots)
+    population = Population(drafter, 0)
+    texts = {session: [int(token) for token in population.noise.integers(0, VOCAB, length + 30)]
+             for session, length in enumerate(lengths)}
+    drafter.open([Open(session, np.array(text[:-30], np.int32), 1, Sampling()) for session, text in texts.items()])
+    drafter.absorb([rows for session, text in texts.items()
+                    if (rows := population.states(session, 0, len(text) - 31)) is not None])
+    for turn in range(30):
+        growths = drafter.grow(list(texts), [8] * len(texts))
+        assert turn < 3 or all(len(growth.ids) for growth in growths), f"turn {turn}"
+        bases = {session: len(text) - 30 + turn for session, text in texts.items()}
+        drafter.commit([Commit(session, base, np.array(texts[session][base : base + 1], np.int32))
+                        for session, base in bases.items()])
+        drafter.absorb([rows for session, base in bases.items()
+                        if (rows := population.states(session, base - 1, 1)) is not None])
+    drafter.close(list(texts))
+    assert isinstance(drafter, NeuralDrafter)
+    drafter.slots.check([])
+
+
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))])
 @pytest.mark.parametrize(("slots", "topk", "window"), [(2000, 1, WINDOWS[0]), (2000, 4, WINDOWS[0]),
                                                         (150, 3, WINDOWS[1])])

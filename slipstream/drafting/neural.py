@@ -10,7 +10,8 @@ Rules:
    ranks without filters (``graph.is_narrow``).
 3. The host chooses each level's rows again from the scores that the backend returns, so ``tree.GrowingTree`` alone
    decides. Where the backend chose other rows, the tree is cut there and grows on level by level.
-4. A session without free slots or without its target states grows nothing; that is no error.
+4. A session without its target states or without free slots grows nothing; that is no error. Before slots run out, the
+   sessions with most rows give up their older halves, else none could go on.
 5. Children are ranked as the target will choose: sampling parameters, path-dependent penalties, the shared keyed noise.
 
 It knows nothing about the network's kind, links or verification.
@@ -183,6 +184,7 @@ def _adopt_as_arrays(trees: Sequence[GrowingTree], grown: Grown, levels: Sequenc
 
 
 PREFILL_ROWS = 512  # rows of one forward of pending rows: it bounds how long other sessions wait
+MIN_ROWS = 32  # a session with no more gives none up
 
 
 class NeuralDrafter:
@@ -291,6 +293,7 @@ class NeuralDrafter:
         known = [self._contexts[session] for session in ids if session in self._contexts]
         reading = [context for context in known if not context.tree.begun]
         self._slide(reading)
+        self._make_room(reading, 0)
         before = sum([context.num_pending for context in reading])
         if before:
             self._catch_up(reading)
@@ -317,6 +320,7 @@ class NeuralDrafter:
         new = [context for context, _ in wanted if not context.tree.begun]
         if new:
             self._slide(new)
+            self._make_room(new, self._growth.topk * sum([levels_left[context.session] for context in new]))
         if new and self._backend is not None:
             grown = grow_whole_trees(self._backend, self.slots, new, levels_left, self._growth.topk,
                                      len(self._contexts) == 1)
@@ -369,6 +373,18 @@ class NeuralDrafter:
         for context in contexts:
             if len(freed := context.slide(self._growth.num_steps)):
                 self.slots.free(freed)
+
+    def _make_room(self, contexts: Sequence[DraftContext], num_nodes: int) -> None:
+        """Rule 4. ``num_nodes``: that will be computed below the newest tokens of ``contexts``, at most."""
+        free = self.slots.num_free - num_nodes
+        if free >= PREFILL_ROWS:
+            return
+        while free < min(PREFILL_ROWS, sum([context.num_pending for context in contexts])):
+            largest = max(self._contexts.values(), key=lambda context: context.num_rows)
+            if largest.num_rows <= MIN_ROWS:
+                break
+            self.slots.free(largest.drop_oldest(largest.num_rows // 2))
+            free = self.slots.num_free - num_nodes
 
     def _can_deepen(self, context: DraftContext) -> bool:
         tree = context.tree
