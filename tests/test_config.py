@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
 import pytest
+from click import Group
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from slipstream.base.address import host_port
 from slipstream.base.config import Config, config_yaml, dump_yaml, load
 from slipstream.base.errors import ConfigError
-from slipstream.cli.commands import app
-from slipstream.cli.host import first_key
-from slipstream.cli.process import Launch, listen_addresses, with_local_addresses
-from slipstream.train.dialogue import read_prompts
+from slipstream.cli.commands import app, in_home, models_app
+from slipstream.cli.process import listen_addresses, with_local_addresses
 
 
 @pytest.mark.parametrize(("override", "told"), [
@@ -175,12 +176,13 @@ def test_a_file_may_stand_in_ones_home(key: str, monkeypatch: pytest.MonkeyPatch
 def test_a_file_of_an_option_may_stand_in_ones_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A shell leaves the ~ of --logs=~/logs as it is: a folder of that name was made."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "it").write_text("{draft: {run_ahead: 7}}")
-    assert load("~/it").draft.run_ahead == 7 and first_key(Path("~/it")) == "{draft:"
-    launch = Launch(Config(), Path("~/logs"))
-    assert launch.folder == tmp_path / "logs" and launch.services[0].log.parent == launch.folder
-    (tmp_path / "it").write_text('{"prompt": "Why?"}')
-    assert read_prompts(Path("~/it")) == [("Why?",)]
+    groups = [cast(Group, get_command(each)) for each in (app, models_app)]
+    paths = {f"{command.name} {option.opts[0]}": command.make_context(
+        "", [option.opts[0], "~/it"], resilient_parsing=True).params[option.name] for group in groups
+        for command in group.commands.values() for option in command.params if option.metavar in ("FILE", "FOLDER")}
+    it = tmp_path / "it"
+    assert len(paths) > 10 and not [name for name, path in paths.items() if path not in (it, [it])]
+    assert in_home("~nobody-here/it") == Path("~nobody-here/it")  # to which there was a traceback
 
 
 def test_an_ipv6_address_loses_its_brackets() -> None:

@@ -279,7 +279,7 @@ def load(path: str | Path | None = None, overrides: tuple[str, ...] = ()) -> Con
     tree: dict[str, Any] = {}
     if path is not None:
         try:
-            tree = _UniqueKeyLoader(Path(os.path.expanduser(path)).read_text(encoding="utf-8")).get_single_data() or {}
+            tree = _UniqueKeyLoader(Path(path).read_text(encoding="utf-8")).get_single_data() or {}
         except OSError as error:
             raise ConfigError(f"cannot read {path}: {error.strerror}") from error
         except (ValueError, RecursionError, yaml.YAMLError) as error:

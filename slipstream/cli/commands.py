@@ -11,7 +11,7 @@ from contextlib import suppress
 from io import TextIOWrapper
 from os.path import abspath
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -23,10 +23,20 @@ from slipstream.base.errors import ConfigError, InvalidRequest, SlipstreamError,
 from slipstream.cli.terminal import Conversation, print_error, print_table, read_line
 from slipstream.models.folder import resolve_drafter
 
-ConfigFile = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="YAML file with settings.")]
+
+def in_home(given: str | Path) -> Path:
+    return Path(os.path.expanduser(given))
+
+
+def path(metavar: str, told: str, *names: str) -> Any:
+    """An option for a path: shells leave the ~ of --logs=~/here."""
+    return typer.Option(*names, metavar=metavar, parser=in_home, help=told)
+
+
+ConfigFile = Annotated[Path | None, path("FILE", "YAML file with settings.", "--config")]
 Overrides = Annotated[list[str] | None, typer.Option(
     "--set", metavar="SECTION.KEY=VALUE", help="Change one setting; may be repeated. `slipstream config` lists them.")]
-Logs = Annotated[Path | None, typer.Option(metavar="FOLDER", help="Where services log; else a new temporary folder.")]
+Logs = Annotated[Path | None, path("FOLDER", "Where services log; else a new temporary folder.")]
 MAX_MS = 60_000.0  # largest simulated time of one step, tree or round trip
 STATUS_SIGNS = {"ok": ("✓", "green"), "warn": ("!", "yellow"), "fail": ("✗", "red")}
 
@@ -149,7 +159,7 @@ def router(config: ConfigFile = None, overrides: Overrides = None) -> None:
 def chat(
     address: Annotated[str, typer.Option(
         help="gRPC address of a router (`router.grpc_listen`), or https://HOST.")] = "127.0.0.1:8001",
-    api_key_file: Annotated[Path | None, typer.Option(metavar="FILE", help="File whose first key is taken.")] = None,
+    api_key_file: Annotated[Path | None, path("FILE", "File whose first key is taken.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 512,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token.")] = 0.7,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same answer.")] = None,
@@ -212,9 +222,9 @@ def tune(
                                 "the shipped head.")] = "",
     drafter: Annotated[str, typer.Option(
         metavar="KIND", help="eagle3, eagle2, block, mtp or standalone; else `draft.drafter`, or eagle3.")] = "",
-    prompts: Annotated[Path | None, typer.Option(
-        metavar="FILE", help="JSONL with `turns` or `prompt` in each line; else six built-in questions.")] = None,
-    out: Annotated[Path, typer.Option(metavar="FILE", help="Where to write the best setting.")] = Path("tuned.yaml"),
+    prompts: Annotated[Path | None, path(
+        "FILE", "JSONL with `turns` or `prompt` in each line; else six built-in questions.")] = None,
+    out: Annotated[Path, path("FILE", "Where to write the best setting.")] = Path("tuned.yaml"),
     tokens: Annotated[int, typer.Option(min=8, help="Tokens of each answer.")] = 48,
     temperature: Annotated[float, typer.Option(min=0.0, max=2.0, help="Of the answers; 0: greedy.")] = 0.0,
     steps: Annotated[str, typer.Option(metavar="LIST", help="Depths to try.")] = "1,2,3,4,5,6,8",
@@ -255,13 +265,13 @@ def tune(
 Target = Annotated[str, typer.Option(metavar="NAME", help="The model to draft for: a name or a folder.")]
 Minutes = Annotated[float, typer.Option(min=0, help="For all runs together: about 60 % generating, 35 % training. 0: "
                                                     "limited only by --tokens and --steps.")]
-Out = Annotated[Path | None, typer.Option(metavar="FOLDER", help="Where the head goes; else TARGET-KIND-trained here.")]
-Work = Annotated[Path | None, typer.Option(
-    metavar="FOLDER", help="For intermediate files, from which a later run goes on; else in the user's cache folder.")]
-Prompts = Annotated[Path | None, typer.Option(
-    metavar="FILE", help="JSONL with `turns` or `prompt` in each line, to answer; else the target asks itself.")]
-Data = Annotated[list[Path] | None, typer.Option(
-    metavar="FOLDER", help="Conversations of this target from another --work, to train on too; may be repeated.")]
+Out = Annotated[Path | None, path("FOLDER", "Where the head goes; else TARGET-KIND-trained here.")]
+Work = Annotated[Path | None, path(
+    "FOLDER", "For intermediate files, from which a later run goes on; else in the user's cache folder.")]
+Prompts = Annotated[Path | None, path(
+    "FILE", "JSONL with `turns` or `prompt` in each line, to answer; else the target asks itself.")]
+Data = Annotated[list[Path] | None, path(
+    "FOLDER", "Conversations of this target from another --work, to train on too; may be repeated.")]
 Tokens = Annotated[int, typer.Option(min=0, help="Tokens of conversations to make, given text included, in all runs; "
                                      "0: as time allows.")]
 Steps = Annotated[int, typer.Option(min=0, help="Training steps, in all runs; 0: as time allows.")]
@@ -383,8 +393,8 @@ def list_known() -> None:
 def prepare_known(
     name: Annotated[str, typer.Argument(
         help="A name that `slipstream models list` shows; with --dtype also a folder.")],
-    folder: Annotated[Path | None, typer.Option(
-        "--to", metavar="FOLDER", help="Else the user's cache folder; for a folder with --dtype, beside it.")] = None,
+    folder: Annotated[Path | None, path(
+        "FOLDER", "Else the user's cache folder; for a folder with --dtype, beside it.", "--to")] = None,
     dtype: Annotated[str, typer.Option(
         "--dtype", metavar="KIND", help="int8, bfloat16 or float32: a further folder with weights of that kind.")] = "",
 ) -> None:
@@ -399,7 +409,7 @@ def prepare_known(
     """
     from slipstream.models.folder import KNOWN, prepare, resolve
 
-    destination = Path(abspath(folder.expanduser())) if folder is not None else None  # "." has no parent folder
+    destination = Path(abspath(folder)) if folder is not None else None  # "." has no parent folder
     if not dtype:
         print(prepare(name, destination))
         return

@@ -21,7 +21,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
-from os.path import expanduser
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -111,7 +110,7 @@ def router_client(config: Config) -> Client:
 def first_key(file: Path) -> str:
     """The first key of a file: one key a line, followed by its tenant's fields. Raises ConfigError."""
     try:
-        lines = [line.split() for line in Path(expanduser(file)).read_text(encoding="utf-8-sig").splitlines()]
+        lines = [line.split() for line in file.read_text(encoding="utf-8-sig").splitlines()]
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read a key from {file}: {error}") from error
     for words in lines:

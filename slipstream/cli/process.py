@@ -61,7 +61,8 @@ Report = Callable[[str], None]
 def main(name: str, serve: Serve) -> None:
     """Run ``serve`` with the configuration of the command line; an error prints one sentence, with exit code 1."""
     parser = argparse.ArgumentParser(prog=f"python -m {name}", description=f"Run the {name.replace('_', ' ')}.")
-    parser.add_argument("--config", help="YAML file; `slipstream config` prints all keys with their defaults")
+    parser.add_argument("--config", type=os.path.expanduser,
+                        help="YAML file; `slipstream config` prints all keys with their defaults")
     parser.add_argument("--while-input", action="store_true",
                         help="drain, too, when standard input ends: whoever started this is gone")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides",
@@ -228,7 +229,7 @@ class Launch:
 
     def __init__(self, config: Config, folder: Path) -> None:
         self.config = with_local_addresses(config)
-        self.folder = folder = Path(os.path.expanduser(folder))  # shells leave the ~ of --logs=~/here
+        self.folder = folder
         listens = listen_addresses(self.config)
         self.services = [Service(name, listens[f"{name}.metrics_listen"], folder / f"{name}.log")
                          for name in ("draft", "target", "router")]

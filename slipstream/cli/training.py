@@ -38,9 +38,8 @@ def run(target: str, out: Path | None, work: Path | None, data: tuple[Path, ...]
     name = folder_name(folder)
     recipe = replace(recipe, device=device, processes=processes)
     work = work or default_root().parent / "train" / name
-    out = (out or Path(f"{name}-{recipe.kind}-trained")).expanduser().resolve()  # "." has no name to write beside
-    data = tuple(path.expanduser() for path in data)
-    job = Job(folder, name, out, work.expanduser().resolve(), data, recipe)
+    out = (out or Path(f"{name}-{recipe.kind}-trained")).resolve()  # "." has no name to write beside
+    job = Job(folder, name, out, work.resolve(), data, recipe)
     try:
         with _progress_bars(console) as watcher:
             acceptances = make_head(job, watcher)

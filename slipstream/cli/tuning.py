@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from os.path import expanduser
 from pathlib import Path
 from shlex import quote
 from tempfile import TemporaryFile
@@ -102,7 +101,6 @@ def run(config: Config, shape_lists: Mapping[str, str], prompts_file: Path | Non
     if not candidates:
         raise ConfigError("no tree has these shapes: --nodes must be at least --steps, and a tree of topk t has "
                           "at most t + (steps - 1) * t * t nodes")
-    out = Path(expanduser(out))
     _check_writable(out)
     if temperature and apart:
         raise ConfigError("--temperature: --apart plays greedy answers; leave out one of them")

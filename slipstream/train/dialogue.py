@@ -24,7 +24,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +130,7 @@ def read_turn_template(folder: Path) -> TurnTemplate:
 def read_prompts(path: Path) -> list[tuple[str, ...]]:
     """The user turns of a JSONL file: objects with ``turns`` (a list of texts) or ``prompt``. Raises ConfigError."""
     try:
-        text = Path(expanduser(path)).read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
+        text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
         lines = text.split("\n")  # not splitlines: texts may have its other ends of lines
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--prompts: cannot read {path}: {error}") from error
