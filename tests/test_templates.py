@@ -351,12 +351,12 @@ def test_a_call_is_the_assistants_words_where_a_template_writes_none(asks: str, 
 def test_calls_stay_as_a_template_writes_them_where_it_omits_those_of_the_last_message_alone() -> None:
     """As Nemotron Nano's, before a new turn of the assistant's: all earlier calls came without the marks that its model
     was taught, and it went on to call without them."""
-    source = ("{% for m in messages %}{% if not (loop.last and m.role == 'assistant' and add_generation_prompt) %}"
-              "[{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %} <TOOLCALL>{{ c.function.name ~ c.id }}"
-              "{% endfor %}]{% endif %}{% endfor %}")
+    source = ("{% for m in messages %}[{{ m.role }}: {{ m.content }}{% if not (loop.last and add_generation_prompt) %}"
+              "{% for c in m.tool_calls or [] %} <TOOLCALL>{{ c.function.name ~ c.id ~ c.function.arguments }}"
+              "{% endfor %}{% endif %}]{% endfor %}")
     said: Any = [{"role": "user", "content": "c"}, calls_of("c0"), {"role": "tool", "content": "y"}]
     with closing(ChatTemplate(source, {}, [])) as template:
-        assert template.render(said) == ["[user: c][assistant: e <TOOLCALL>f0c0][tool: y]"]
+        assert template.render(said) == ["[user: c][assistant: e <TOOLCALL>f0c0{'a': 'é'}][tool: y]"]
 
 
 def test_calls_are_said_one_by_one_where_a_template_writes_the_first_alone() -> None:
