@@ -19,9 +19,11 @@ from router_service.text.marks import (
     CHANNEL_MARKS,
     GRANITE,
     HEADERS,
+    HUNYUAN,
     LLAMA,
     MARKS,
     MINIMAX,
+    NEMOTRON,
     REASONING_MARKS,
     SECTIONS,
     SEED,
@@ -104,6 +106,11 @@ SAID: dict[str, tuple[Style, str, Told]] = {
         '</parameter></invoke></minimax:tool_call>Yes.', ("", "Yes.", [
             ("weather", {"city": "A </parameter> and </invoke>!\n"})])),
     "minimax, no call": (MINIMAX_M2, f"So: {MINIMAX}weather, please", ("", "So: weather, please", [])),
+    "nemotron": (Style((NEMOTRON,), REASONING_MARKS[0]), '<think>\nHm.</think>\n\nSo.\n<TOOLCALL>[{"name": "weather", '
+                 f'"arguments": {JSON}}}, {{"name": "now", "arguments": {{}}}}]</TOOLCALL>',
+                 ("Hm.", "So.", [PARIS, NOW])),
+    "hunyuan": (Style((HUNYUAN,)), f'<tool_calls>\n{{"name": "weather", "arguments": {JSON}}}\n{{"name": "now"}}\n'
+                '</tool_calls>\n', ("", "", [PARIS, NOW])),
     "gpt-oss": (GPT_OSS, "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>So.\n",
                 ("Hm.", "So.\n", [])),
     "gpt-oss, calls": (
@@ -382,7 +389,8 @@ def test_the_style_is_read_off_the_template() -> None:
     assert Style.of("{{ messages }}", False) == Style() and not Style().takes_tools
     assert Style.of("{% if tools %}<tool_call>{% endif %}</think>", True) == Style(
         ("<tool_call>",), REASONING_MARKS[0], True)
-    assert Style.of("{% for t in tools %}[TOOL_CALLS]", True).openers == ("[TOOL_CALLS]",)
+    for mark in ("[TOOL_CALLS]", NEMOTRON, HUNYUAN):
+        assert Style.of("{% for t in tools %}" + mark, True).openers == (mark,)
     assert Style.of("{{ tools | tojson }} ipython", True).bare_calls
     assert mark_tokens({1: "<tool_call>", 2: "<|im_end|>", 3: "<|end|>", 4: GRANITE}, HERMES) == {1}
     granite = Style.of("{% if tools %}<|tool_call|>{% endif %}", True)

@@ -1,9 +1,10 @@
 """Tool calls as each model family writes them, parsed piece by piece, and passed on as soon as they are known.
 
 Arguments come out as the model wrote them where it wrote JSON, else as JSON made of names and values, each typed by
-the tool's schema. Eight forms are known: JSON in ``<tool_call>`` (Hermes, Qwen, Granite), ``<function=`` in it (Qwen's
-coders, Seed), ``<arg_key>`` in it (GLM), ``<invoke name=`` (MiniMax), ``[TOOL_CALLS]`` (Mistral), sections of calls
-(DeepSeek, Kimi), headers that name a function (GPT-OSS), bare JSON (Llama 3).
+the tool's schema. Eight forms are known: JSON in ``<tool_call>`` (Hermes, Qwen, Granite), ``<TOOLCALL>`` (Nemotron) or
+``<tool_calls>`` (Hunyuan), ``<function=`` in the first (Qwen's coders, Seed), ``<arg_key>`` in it (GLM), ``<invoke
+name=`` (MiniMax), ``[TOOL_CALLS]`` (Mistral), sections of calls (DeepSeek, Kimi), headers that name a function
+(GPT-OSS), bare JSON (Llama 3).
 """
 
 from __future__ import annotations

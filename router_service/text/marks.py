@@ -49,7 +49,8 @@ CODER = Pairs("<function=", ">", "<parameter=", ">", "</parameter>", "</function
 INVOKE = Pairs('<invoke name="', '">', '<parameter name="', '">', "</parameter>", "</invoke>")
 REASONING_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
 HERMES, SEED, MINIMAX = "<tool_call>", "<seed:tool_call>", "<minimax:tool_call>"
-CLOSERS = {opener: f"</{opener[1:]}" for opener in (HERMES, SEED, MINIMAX)}
+NEMOTRON, HUNYUAN = "<TOOLCALL>", "<tool_calls>"
+CLOSERS = {opener: f"</{opener[1:]}" for opener in (HERMES, SEED, MINIMAX, NEMOTRON, HUNYUAN)}
 HEADERS, HEADER_END = ("<|start|>", "<|channel|>"), "<|message|>"  # GPT-OSS writes a header before each text
 ANALYSIS = (f"<|channel|>analysis{HEADER_END}", "<|end|>")
 CHANNEL_MARKS = (*HEADERS, HEADER_END, "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
