@@ -374,9 +374,11 @@ class Surface:
     def _model(self) -> dict[str, Any]:
         """As OpenAI's clients read it, then as Anthropic's do."""
         name, created = self._gateway.model, datetime.fromtimestamp(self._started_at, UTC)
+        context = self._gateway.info.max_context
         return {"id": name, "object": "model", "created": self._started_at, "owned_by": "slipstream",
-                "type": "model", "display_name": name, "created_at": created.isoformat(),
-                "max_model_len": self._gateway.info.max_context, "slipstream": {"lossy": self._gateway.info.lossy}}
+                "type": "model", "display_name": name, "created_at": created.isoformat(), "lifecycle": "active",
+                "max_input_tokens": context, "max_model_len": context,
+                "slipstream": {"lossy": self._gateway.info.lossy}}
 
 
 Handler = Callable[[Surface, Request], Awaitable[Response]]

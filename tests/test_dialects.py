@@ -134,12 +134,12 @@ async def test_the_assistants_last_words_are_continued(tiny_folder: Path) -> Non
         assert refused.status_code == 400 and "needs tools" in refused.json()["error"]["message"]
 
 
-def test_tokens_that_were_cached_count_apart_in_messages() -> None:
-    told = MessagesReply(AnswerHead("a", 0, "tiny", None))
-    told.events(TextDelta("So.", finish="stop"))
-    usage = told.body(Usage(10, 2, cached_tokens=4), None)["usage"]
-    assert usage == {"input_tokens": 6, "cache_read_input_tokens": 4, "cache_creation_input_tokens": 0,
-                     "output_tokens": 2}, "whose sum is the prompt, none of them null"
+def test_tokens_that_were_cached_or_written_to_a_cache_are_numbers() -> None:
+    (told := MessagesReply(AnswerHead("a", 0, "tiny", None))).events(TextDelta("So.", finish="stop"))
+    assert told.body(Usage(10, 2, cached_tokens=4), None)["usage"] == {
+        "input_tokens": 6, "cache_read_input_tokens": 4, "cache_creation_input_tokens": 0, "output_tokens": 2}
+    response = ResponsesReply(AnswerHead("a", 0, "tiny", None)).body(Usage(10, 2, cached_tokens=4), None)
+    assert response["usage"]["input_tokens_details"] == {"cached_tokens": 4, "cache_write_tokens": 0}
 
 
 async def test_a_message_has_the_very_numbers_that_a_model_wrote(tiny_folder: Path) -> None:
@@ -575,8 +575,8 @@ async def test_pages_for_others(tiny_folder: Path, tmp_path: Path) -> None:
             assert f"did you mean {near}?" in lost if near else MESSAGES in lost, (path, lost)
         model = (await r.http.get("/v1/models/")).json()["data"][0]
         assert model["id"] == model["display_name"] == "tiny" and model["object"] == model["type"] == "model"
-        created = datetime.fromisoformat(model["created_at"]).timestamp()
-        assert created == model["created"], "Anthropic's clients list models by these names"
+        assert datetime.fromisoformat(model["created_at"]).timestamp() == model["created"]
+        assert model["lifecycle"] == "active" and model["max_input_tokens"] == CONTEXT, "as Anthropic's clients know it"
         for answer in (await r.http.get("/v1/models/other"), await r.post(MESSAGES, messages=HELLO, model="other")):
             assert answer.status_code == 404 and "it is 'tiny'" in answer.text
             assert answer.headers["request-id"] == answer.headers["x-request-id"]

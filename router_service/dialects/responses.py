@@ -306,6 +306,8 @@ def _id(block: Block) -> str:
 
 
 def _usage(usage: Usage, reasoning: int) -> Json:
-    return {"input_tokens": usage.prompt_tokens, "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+    # Clients add up the tokens of a cache, so none of them may be missing.
+    return {"input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": usage.completion_tokens, "output_tokens_details": {"reasoning_tokens": reasoning},
             "total_tokens": usage.prompt_tokens + usage.completion_tokens}
