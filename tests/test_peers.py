@@ -22,6 +22,7 @@ from bench.completions import Server, TimedCompletion
 from bench.fleet import Process, cpu_s, resident_mib
 from bench.peers.__main__ import (
     GOALS,
+    LONG,
     NAMES,
     SAMPLED,
     WITH_SCHEMA,
@@ -149,19 +150,19 @@ async def test_a_peer_that_says_nothing_is_named_and_the_others_go_on(tmp_path: 
 async def test_sampled_questions_go_to_plain_and_default_and_bound_ones_to_all_of_ours() -> None:
     systems = plain, other, default, ngram = [FakeSystem(name, speed) for name, speed in (
         ("slipstream-plain", 10), ("llamacpp-plain", 9), ("slipstream-default", 15), ("slipstream-ngram", 11))]
-    sets = {"copy": [[9]], "mt_bench": [[1], [2]], "extraction": [[3]], "record": [[4]]}
+    sets = {"copy": [[9]], "mt_bench": [[1], [2]], "extraction": [[3]], "record": [[4]], LONG: [[5]]}
     results = await ask_all(one_by_one(sets), systems, 11)
     assert other.asked == [(9,), (1,), (2,)] and other.extras == [{}] * 3
     assert ngram.asked == [(9,), (1,), (2,), (3,), (4,)] and ngram.extras == [{}] * 3 + [*WITH_SCHEMA.values()]
-    assert plain.asked == default.asked == ngram.asked + [(1,), (2,)] * len(SAMPLED)
-    assert default.extras[5::2] == [*SAMPLED.values()]
+    assert plain.asked == default.asked == [*ngram.asked, (5,)] + [(1,), (2,)] * len(SAMPLED)
+    assert default.extras[6::2] == [*SAMPLED.values()]
     for name in SAMPLED:
         assert ratio(results, "slipstream-default", "slipstream-plain", 1, name) == pytest.approx(1.5)
 
 
 async def test_a_batch_is_asked_by_as_many_streams_and_counts_all_tokens() -> None:
     system = FakeSystem("slipstream-plain", 10)
-    turns = in_batches({"copy": [[1], [2], [3]], "record": [[4]]}, 2, 3)
+    turns = in_batches({"copy": [[1], [2], [3]], "record": [[4]], LONG: [[5]]}, 2, 3)
     results = await ask_all(turns, [system, FakeSystem("slipstream-ngram", 10)], 8)
     assert [a.tokens for a in results["slipstream-plain", 4, "copy"]] == [96, 96]
     assert [a.tokens for a in results["slipstream-plain", 16, "copy"]] == [384, 384]
@@ -252,6 +253,9 @@ def test_what_is_asked_is_of_the_folder_or_our_own(tmp_path: Path) -> None:
     given, ours = questions_of(str(tmp_path), ["some"]), questions_of(None, ["some"])
     assert list(given) == ["some", "copy", *WITH_SCHEMA] and given["some"] == ["a"] and len(given["copy"]) == 12
     assert list(ours) == ["chat", "copy", *WITH_SCHEMA] and len(ours["copy"]) == 6
+    (tmp_path / "cnn_dm.jsonl").write_text("\n".join(f'{{"turns": ["{place}"]}}' for place in range(14)))
+    long = questions_of(str(tmp_path), ["some"])[LONG]
+    assert [text.split() for text in long] == [[*map(str, range(6))], [*map(str, range(6, 12))]]
 
 
 def test_slipstream_is_three_processes_two_or_one(tmp_path: Path) -> None:

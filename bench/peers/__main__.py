@@ -13,7 +13,7 @@ What is measured, and how:
    times at once at T = 1.
 5. Sets: those of the folder, mt_bench where none is named, and ours of ``bench/sets``: copy, in which answers repeat
    their prompts; extraction and record, in which Slipstream's are bound to a schema of JSON, of several people and of
-   one.
+   one. Where the folder has cnn_dm, also long: ARTICLES of it in each prompt, some 3,600 tokens, for plain and default.
 6. Between questions, while nobody works, a sum over memory is timed. The table's title tells its rates, as a machine
    has fast and slow hours, and ratios to others differ between them.
 7. Rows are in ``build/bench/peers.json`` after each question; table, a verdict for each goal, and memory come last.
@@ -56,6 +56,7 @@ NAMES = ("slipstream-plain", "slipstream-alone", "slipstream-ngram", "slipstream
 OURS = tuple(name for name in NAMES if name.startswith("slipstream-"))
 BATCH_SYSTEMS = ("slipstream-plain", "slipstream-alone", "slipstream-default")
 PAIR = ("slipstream-plain", "slipstream-default")
+LONG, ARTICLES = "long", 6
 SAMPLED: Mapping[str, Mapping[str, Any]] = {
     "mt_bench, T = 1": {"temperature": 1.0, "seed": 7},
     "mt_bench, T = 0.7, top-p 0.9": {"temperature": 0.7, "top_p": 0.9, "seed": 7}}
@@ -189,18 +190,18 @@ async def ask_in_turn(number: int, turn: Turn, systems: Sequence[System], max_to
 
 def one_by_one(sets: Sets) -> Iterator[Turn]:
     """Every question: greedy to every system; those of mt_bench also sampled, to plain and default; those with a schema
-    to all systems of Slipstream."""
+    to all systems of Slipstream; long ones to plain and default."""
     for name, prompts in sets.items():
-        systems, extras = (OURS, [WITH_SCHEMA[name]]) if name in WITH_SCHEMA else (NAMES, ())
+        systems, extras = (OURS, [WITH_SCHEMA[name]]) if name in WITH_SCHEMA else (PAIR if name == LONG else NAMES, ())
         yield from (Turn(name, [prompt], systems, extras=extras) for prompt in prompts)
     for name, sampled in SAMPLED.items():
         yield from (Turn(name, [prompt], PAIR, extras=[sampled]) for prompt in sets.get("mt_bench", ()))
 
 
 def in_batches(sets: Sets, runs: int, waves: int) -> Iterator[Turn]:
-    """Questions without a schema in batches of streams, and groups of samples of one prompt."""
+    """Short questions without a schema in batches of streams, and groups of samples of one prompt."""
     for name, prompts in sets.items():
-        for batch, run in product(BATCHES if name not in WITH_SCHEMA else (), range(runs)):
+        for batch, run in product(BATCHES if name not in (*WITH_SCHEMA, LONG) else (), range(runs)):
             count = waves * batch
             yield Turn(name, [prompts[(run * count + i) % len(prompts)] for i in range(count)], BATCH_SYSTEMS, batch)
     seeds = [{"temperature": 1.0, "seed": seed} for seed in range(GROUP)]
@@ -227,10 +228,14 @@ def row_of(key: tuple[str, int, str], results: Results) -> Row:
 
 
 def questions_of(folder: str | None, sets: Sequence[str]) -> dict[str, list[str]]:
-    """By set: those of the folder and our own, or only our own. Raises ConfigError."""
+    """By set: those of the folder, our own and the long ones, or only our own. Raises ConfigError."""
     if folder is None:
         return builtin_questions() | {name: read_questions(SETS, name, 99) for name in WITH_SCHEMA}
     own = {name: read_questions(SETS, name, 99) for name in ("copy", *WITH_SCHEMA)}
+    if (Path(folder) / "cnn_dm.jsonl").exists():
+        articles = read_questions(folder, "cnn_dm", 99)
+        own[LONG] = ["\n\n".join(articles[first : first + ARTICLES])
+                     for first in range(0, len(articles) - ARTICLES + 1, ARTICLES)]
     return {name: read_questions(folder, name, 99) for name in sets} | own
 
 
