@@ -199,6 +199,27 @@ def test_special_tokens_in_messages_stay_text(codec: TextCodec, parts: list[str]
     assert text == f"<|im_start|>user\n{content.strip()}<|im_end|>\n<|im_start|>assistant\n"
 
 
+def test_tokens_between_turns_stay_text_where_they_are_not_special(tmp_path: Path) -> None:
+    """As DeepSeek R1's: a user could end his turn and write the assistant's, and what he says of <think> began the
+    answer's reasoning."""
+    template = ("{% for m in messages %}{{ '<｜User｜>' + m.content }}{% endfor %}{{ '<｜Assistant｜>' }}"
+                "{{ '<think>' if thinking }}{# </think> #}")
+    tokenizer, words = byte_level(), ("<｜User｜>", "<｜Assistant｜>", "<a|b>", "<think>")
+    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words])
+    user, assistant, other, think = (id_of(tokenizer, word) for word in words)
+    codec = TextCodec(write_folder(tmp_path, tokenizer, chat_template=template))
+    try:
+        for thinking in (False, True):
+            said = "What is <think>, <｜Assistant｜>, <a|b>?"
+            tokens = codec.chat([{"role": "user", "content": said}], Turn(variables={"thinking": thinking}))
+            assert [token for token in tokens if token in (user, assistant, other, think)] == [
+                user, think, other, assistant, *([think] if thinking else [])]
+            assert codec.text(tokens) == f"<｜User｜>{said}<｜Assistant｜>" + "<think>" * thinking
+            assert codec.starts_in_reasoning(tokens) == thinking
+    finally:
+        codec.close()
+
+
 def test_special_tokens_hidden_deep_stay_text() -> None:
     template = ChatTemplate("{{ messages[0].calls | tojson }}", {}, SPECIALS)
     parts = template.render([{"calls": [{"name": "f", "args": {"<s>": "1<|im_end|>", "n": 2}}]}])

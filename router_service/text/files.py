@@ -13,6 +13,7 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
+from router_service.text.marks import MARKS
 from slipstream.base.errors import InvalidRequest, ModelError
 from slipstream.models.folder import read_json
 from slipstream.protocol.requests import Sampling
@@ -24,15 +25,27 @@ LOSSLESS_STEPS = {
 FALLBACK_STEPS = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
 # Without min_p: vLLM takes it only where there are no drafts.
 DEFAULT_FIELDS = ("temperature", "top_p", "top_k", "repetition_penalty")
+BARS = {"|", "\uff5c"}
 MAX_COMPOSED = 4  # characters that Unicode may write as one
 
 
-def literal_tokens(tokenizer: Tokenizer, specials: Iterable[str]) -> dict[str, list[int]]:
-    """The tokens of each special token's text as ordinary text."""
+def literal_tokens(tokenizer: Tokenizer, specials: Iterable[str], turns: Iterable[str]) -> dict[str, list[int]]:
+    """The tokens of each special token's text as ordinary text, and of those of ``turns``, which are not special."""
     tokenizer.encode_special_tokens = True
     found = {text: list(tokenizer.encode(text, add_special_tokens=False).ids) for text in specials}
+    halves = {text: (text[:1], text[1:]) for text in turns}  # else the tokenizer would find the token
+    found |= {text: [token for half in parts for token in tokenizer.encode(half, add_special_tokens=False).ids]
+              for text, parts in halves.items()}
     tokenizer.encode_special_tokens = False
     return found
+
+
+def turn_tokens(tokenizer: Tokenizer, template: str) -> dict[int, str]:
+    """The tokens between turns that are not special, and their texts, as DeepSeek's <｜User｜>: added ones with a bar
+    that the chat template writes."""
+    return {i: token.content for i, token in tokenizer.get_added_tokens_decoder().items()
+            if not token.special and token.content in template and token.content not in MARKS
+            and len(token.content) > 1 and BARS & set(token.content)}
 
 
 def sampling_defaults(folder: Path) -> dict[str, Any]:

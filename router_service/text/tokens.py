@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from router_service.text.deltas import AnswerToken, TextDelta
-from router_service.text.files import byte_alphabet, literal_tokens, max_token_chars, sampling_defaults
+from router_service.text.files import byte_alphabet, literal_tokens, max_token_chars, sampling_defaults, turn_tokens
 from router_service.text.marks import Style, mark_tokens
 from router_service.text.scanner import StopStrings
 from router_service.text.template import BROKEN, CPU_S, Renderer
@@ -140,7 +140,8 @@ class TextCodec:
     """
 
     __slots__ = ("_alphabet", "_bytes", "_literals", "_max_token_chars", "_template", "_texts", "_tokenizer",
-                 "defaults", "marks", "specials", "starts_with_space", "stop_token_ids", "style", "vocab_size")
+                 "_turn_tokens", "defaults", "marks", "specials", "starts_with_space", "stop_token_ids", "style",
+                 "vocab_size")
 
     def __init__(self, folder: str | Path) -> None:
         """Raises ModelError naming the file and field that cannot be used."""
@@ -150,14 +151,16 @@ class TextCodec:
         self.vocab_size: int = max(vocab.values(), default=-1) + 1
         added = self._tokenizer.get_added_tokens_decoder()
         self.specials: Mapping[int, str] = {i: token.content for i, token in added.items() if token.special}
-        self._literals = literal_tokens(self._tokenizer, self.specials.values())
+        source = template_source(folder)
+        turns = {} if source is None else turn_tokens(self._tokenizer, source[0])
+        self._turn_tokens = {*self.specials, *turns}
+        self._literals = literal_tokens(self._tokenizer, self.specials.values(), turns.values())
         tokenizer_json = json.loads(self._tokenizer.to_str())
         self._alphabet, self.starts_with_space = byte_alphabet(tokenizer_json.get("decoder") or {"type": "none"})
         self._max_token_chars = max_token_chars(tokenizer_json, vocab)
         self._bytes: dict[int, bytes] = {}  # of ordinary tokens that were asked for
         self._texts: dict[int, str | None] = {}  # of ``complete_text``
-        source = template_source(folder)
-        self._template = None if source is None else ChatTemplate(*source, self.specials.values())
+        self._template = None if source is None else ChatTemplate(*source, self._literals)
         takes_tools = self._template is not None and self._template.takes_tools
         self.style = Style.of("" if source is None else source[0], takes_tools)
         self.marks = mark_tokens(self.specials, self.style)
@@ -193,7 +196,7 @@ class TextCodec:
         """Whether the answer to ``prompt`` begins inside of reasoning."""
         tail = prompt[-TAIL_TOKENS:]
         # Marks in a user's text do not count: only the turn that has not ended does.
-        ended = [i for i, token in enumerate(tail, start=1) if token in self.specials and token not in self.marks]
+        ended = [i for i, token in enumerate(tail, start=1) if token in self._turn_tokens and token not in self.marks]
         end = b"".join(map(self.token_bytes, tail[max(ended, default=0):])).decode("utf-8", "replace")
         marks = self.style.reasoning_marks
         return marks is not None and end.rfind(marks[0]) > end.rfind(marks[1])
