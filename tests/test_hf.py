@@ -123,8 +123,18 @@ def test_the_breadth_path_serves_other_families(kind: str, changes: dict[str, An
     assert far(verified[path], run(runner, [tree.tokens[at] for at in path], slots)[0]) < 1e-4
 
 
+def test_a_context_beyond_max_position_embeddings_is_what_model_max_length_says() -> None:
+    """As Command R's first models have them, 131,072 and 8,192: clients were told the latter."""
+    cohere = {"model_max_length": 2048, "layer_norm_eps": 1e-5}
+    assert HFModel(random_model(AutoConfig.for_model("cohere", **SMALL | cohere))).config.max_context == 2048
+    rope = {"rope_parameters": DYNAMIC | {"factor": 2.0}}
+    for kind, fields in (("llama", rope), ("gpt2", {"n_positions": 512})):
+        config = AutoConfig.for_model(kind, **SMALL | fields, model_max_length=2048)
+        assert HFModel(random_model(config)).config.max_context == 512, "where no position may be beyond"
+
+
 @pytest.mark.parametrize(("kind", "changes", "message"), [
-    ("gemma2", {}, "softcap"),
+    ("gemma2", {}, "softcap"), ("nemotron", {}, "cannot attend over slots"),
     ("mistral", {"sliding_window": 32}, "a window of 32 tokens does not hold a whole tree"),
     ("mamba", {"state_size": 4}, "attention|head"),
 ])

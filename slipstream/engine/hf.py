@@ -45,6 +45,7 @@ from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.int8 import check_floats
 from slipstream.engine.kv import KVPool
 from slipstream.engine.model import (
+    MAX_INTEGER,
     ORIGINAL_CONTEXT,
     ModelConfig,
     Tensors,
@@ -340,7 +341,8 @@ def attention(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: 
     """The function in transformers' registry: query [1, Q, T, D], key and value [1, G, T, D] -> [1, T, Q, D]. Raises
     ModelError for arguments that this engine does not support."""
     if slipstream_step is None or not (attention_mask is None or isinstance(attention_mask, Window)):
-        raise ModelError(f"{type(module).__name__} does not pass attention arguments through; use engine: decoder")
+        raise ModelError(f"{type(module).__name__} does not pass attention arguments through, so its layers "
+                         "cannot attend over slots")
     named = [name for name in UNSUPPORTED if others.get(name) is not None]
     if named:
         raise ModelError(f"{type(module).__name__}: attention with {', '.join(named)} is not supported")
@@ -363,12 +365,16 @@ def mask(local_size: int | None = None, **_: Any) -> Window | None:
 def _max_context(text: Any) -> int:
     """The context in tokens, up to which rotary positions do not depend on the text's length (cached KV could not
     change with it). "dynamic" stretches positions only beyond the model's own limit; "longrope" changes all of them
-    once the text is longer than the original context."""
+    once the text is longer than the original context. Command R's first models say what they were trained for in
+    model_max_length, as vLLM reads it, and 8,192 in max_position_embeddings."""
     rope = text.to_dict().get("rope_parameters") or {}
     kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    trained = getattr(text, "model_max_length", None)
     own = max([int(text.max_position_embeddings), *(stretched_context(kind["factor"], kind[ORIGINAL_CONTEXT])
                                                     for kind in kinds
                                                     if kind.get("rope_type") == "yarn" and kind.get("factor"))])
+    if rope.get("rope_type") == "default" and type(trained) is int:
+        own = max(own, min(trained, MAX_INTEGER))
     return min([own, *(int(kind[ORIGINAL_CONTEXT]) for kind in kinds if kind.get("rope_type") == "longrope")])
 
 
