@@ -338,6 +338,9 @@ def test_beside_a_call_that_a_grammar_wrote_other_json_is_content_at_once(text: 
     ({"$ref": "#/$defs/Place"}, {"{'a': None}": {"a": None}, '{"a": 1}': {"a": 1}}),  # as Pydantic writes a model,
     ({"anyOf": [{"$ref": "#/$defs/Place"}, {"type": "null"}]}, {"{'a': 1}": {"a": 1}, "None": None}),
     ({"$ref": "#/definitions/Size"}, {"8": "8", "null": "null", "XL": "XL"}),  # and an enumeration
+    ({"allOf": [{"$ref": "#/definitions/Size"}], "default": "XL"}, {"8": "8", "XL": "XL"}),
+    ({"allOf": [{"description": "x"}, {"type": "integer"}]}, {"8": 8}), ({"allOf": [1]}, {"8": 8}),
+    ({"const": "8"}, {"8": "8"}), ({"const": None}, {"null": None}), ({"const": 8}, {"8": 8}),
     ({"enum": ["1", "true", None]}, {"1": "1", "true": "true", "null": None}), ({"enum": [1, 2]}, {"1": 1}),
     ({"$ref": "#/$defs/Round"}, {"8": 8}), ({"$ref": 1, "type": "string"}, {"8": "8"}),
     ({"anyOf": 1}, {"1": 1}), ({"type": [[], 1]}, {"1": 1}),

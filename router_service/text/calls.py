@@ -339,8 +339,12 @@ def _schema_types(schema: Any, parts: RefTypes) -> set[str]:
         return parts[ref]
     if isinstance(types, str | list):
         return {type_ for type_ in ([types] if isinstance(types, str) else types) if isinstance(type_, str)}
-    if isinstance(values := schema.get("enum"), list):
+    if isinstance(values := [schema["const"]] if "const" in schema else schema.get("enum"), list):
         return set[str]().union(*map(_value_types, values))
+    together = schema.get("allOf")  # as older Pydantic writes a reference beside a default
+    for part in together if isinstance(together, list) else ():
+        if allowed := _schema_types(part, parts):
+            return allowed
     options = schema.get("anyOf") or schema.get("oneOf")
     found = [_schema_types(option, parts) for option in options] if isinstance(options, list) else []
     return set[str]().union(*found) if all(found) else set()
