@@ -170,6 +170,21 @@ def test_a_long_text_is_read_between_two_commits(make: Make, kind: str, sessions
     assert all(grown)
 
 
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_however_many_sessions_commit_at_once_all_draft(make: Make, kind: str) -> None:
+    """One forward reads a bounded number of rows. Sessions beyond it drafted nothing, had more to read the next time,
+    and so were left out again."""
+    drafter = make({"drafter": kind, "growth": {"topk": 1, "num_steps": 2, "num_draft_tokens": 2}}, num_slots=8000)
+    population, sessions = Population(drafter, 0), range(1, 141)
+    drafter.open([Open(session, np.array([1, 2, session], np.int32), 1, Sampling()) for session in sessions])
+    drafter.absorb([rows for session in sessions if (rows := population.states(session, 0, 2)) is not None])
+    for base in range(3, 15, 4):
+        growths = drafter.grow(sessions, [2] * len(sessions))
+        assert all(len(growth.ids) for growth in growths), f"{base} tokens"
+        drafter.commit([Commit(session, base, np.array([3, 4, 5, session], np.int32)) for session in sessions])
+        drafter.absorb([rows for session in sessions if (rows := population.states(session, base - 1, 4)) is not None])
+
+
 @pytest.mark.parametrize(("lengths", "slots"), [([50] * 4, 260), ([250] * 3, 600), ([900, 90, 90], 700)],
                          ids=["texts that grow", "prompts", "a long one"])
 @pytest.mark.parametrize("kind", KINDS[1:])

@@ -1,9 +1,9 @@
 """NeuralDrafter: a drafter over any ``Network``: it keeps sessions, computes their committed tokens and grows trees.
 
 Rules:
-1. ``grow`` first computes pending rows of all its sessions in one forward of at most ``PREFILL_ROWS`` rows, the
-   session with the fewest first. A session that still has pending rows then grows nothing; its other rows are computed
-   by the next ``grow`` or ``read``.
+1. ``grow`` first computes pending rows of all its sessions in one forward of about ``PREFILL_ROWS`` rows, the session
+   with the fewest first; each gets at least ``ROUND_ROWS``. A session that still has pending rows then grows nothing;
+   its other rows are computed by the next ``grow`` or ``read``.
 2. Then trees grow one level at a time, ONE forward a level for all sessions (see ``tree.GrowingTree``). That is the
    specification. A ``TreeBackend`` (our CPU kernels in one call, or a captured graph on a GPU) grows a whole new tree
    for sessions with few pending rows and without penalties or logit_bias. The trees are the same, except that a graph
@@ -184,6 +184,7 @@ def _adopt_as_arrays(trees: Sequence[GrowingTree], grown: Grown, levels: Sequenc
 
 
 PREFILL_ROWS = 512  # rows of one forward of pending rows: it bounds how long other sessions wait
+ROUND_ROWS = 16  # of each session in any case: about as many as a round commits
 MIN_ROWS = 32  # a session with no more gives none up
 
 
@@ -343,7 +344,7 @@ class NeuralDrafter:
         inputs: list[torch.Tensor] = []
         try:
             for context in sorted(contexts, key=lambda c: c.num_pending):
-                count = min(context.num_pending, rows_left)
+                count = min(context.num_pending, max(rows_left, ROUND_ROWS))
                 slots = self._alloc(count)
                 if slots is None:
                     continue
@@ -376,10 +377,10 @@ class NeuralDrafter:
 
     def _make_room(self, contexts: Sequence[DraftContext], num_nodes: int) -> None:
         """Rule 4. ``num_nodes``: that will be computed below the newest tokens of ``contexts``, at most."""
-        free = self.slots.num_free - num_nodes
-        if free >= PREFILL_ROWS:
+        free, most = self.slots.num_free - num_nodes, PREFILL_ROWS + ROUND_ROWS * len(contexts)
+        if free >= most:
             return
-        while free < min(PREFILL_ROWS, sum([context.num_pending for context in contexts])):
+        while free < min(most, sum([context.num_pending for context in contexts])):
             largest = max(self._contexts.values(), key=lambda context: context.num_rows)
             if largest.num_rows <= MIN_ROWS:
                 break
