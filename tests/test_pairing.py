@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import shutil
 from dataclasses import replace
@@ -10,7 +11,9 @@ from pathlib import Path
 from time import monotonic
 
 import numpy as np
+import psutil
 import pytest
+from rich.console import Console
 from scipy import stats
 from structlog.testing import capture_logs
 
@@ -18,7 +21,8 @@ from bench.fleet import free_port
 from slipstream.base.config import Config, DraftSection, GrowthSection, ModelSection
 from slipstream.cli import colocated
 from slipstream.cli.doctor import checks
-from slipstream.cli.host import ENOUGH_ACCEPTED, FIND_DRAFT_S, draft_missing, pairing_problem
+from slipstream.cli.host import ENOUGH_ACCEPTED, FIND_DRAFT_S, draft_missing, look_at_draft, pairing_problem
+from slipstream.cli.process import Launch
 from slipstream.drafting import Drafter, create
 from slipstream.following.pool import FORGET_ROUNDS, SUSPECT_BELOW, SUSPECT_ROUNDS, Agreement
 from slipstream.models.folder import MADE_FOR, made_for, weights_hash
@@ -28,6 +32,7 @@ from slipstream.wire.server import GrpcServer
 from slipstream.wire.target import TargetServicer
 from target_service.service import TargetService
 from tests.eagle_folder import eagle_config, write_eagle_folder
+from tests.loop import eventually
 from tests.pair import STUBBORN, WIRE, drafting, grpc_link, local_link, target
 from tests.scraped import scraped
 
@@ -150,6 +155,32 @@ async def test_a_launch_waits_for_a_draft_until_the_target_says_why_not(
         took_s = monotonic() - began_s
         await server.drain(0.1)
     assert took_s < FIND_DRAFT_S / 2 and (took_s >= patience_s) == told.endswith("yet")
+
+
+async def test_a_launch_that_has_looked_at_its_draft_leaves_no_connection(tiny_folder: Path, tmp_path: Path) -> None:
+    """The target closed it a minute later, and gRPC wrote of that into the terminal."""
+    async with target(tiny_folder, STUBBORN) as rig:
+        served = ServedModel("tiny", rig.hello.vocab_size, rig.hello.max_context, rig.hello.tokenizer_hash, 2048,
+                             IDENTITY)
+        server = GrpcServer("127.0.0.1:0", WIRE, [TargetServicer(TargetService(rig.worker, served))])
+        port = await server.start()
+        launch = Launch(Config.model_validate({"model": {"path": str(tiny_folder)},
+                                               "target": {"listen": f"127.0.0.1:{port}"}}), tmp_path)
+
+        def num_open() -> int:
+            return sum(bool(one.raddr) and one.raddr.port == port and one.status == "ESTABLISHED"
+                       for one in psutil.Process().net_connections("tcp"))
+
+        seen = list[int]()
+        gc.disable()
+        try:
+            await asyncio.to_thread(look_at_draft, launch, Console(), lambda line: seen.append(num_open()))
+            async with asyncio.timeout(30):  # the target closes it after 60 s
+                await eventually(lambda: not num_open())
+        finally:
+            gc.enable()
+        await server.drain(0.1)
+    assert len(seen) == 2 and seen[1] == 1
 
 
 async def test_one_process_tells_of_its_pair_as_several_do(tiny_folder: Path) -> None:

@@ -13,6 +13,7 @@ It knows nothing about how services are built or how frames travel.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import signal
 import sys
@@ -31,7 +32,7 @@ from rich.text import Text
 from slipstream.base.address import reachable
 from slipstream.base.config import Config
 from slipstream.base.errors import ConfigError, SlipstreamError
-from slipstream.cli.process import Launch
+from slipstream.cli.process import Launch, Report
 from slipstream.cli.terminal import legend, plain_table, show_answer, strip_controls, summary
 from slipstream.models.folder import KNOWN, load_tokenizer, prepare, resolve, template_source
 from slipstream.protocol.requests import Request, Sampling
@@ -184,15 +185,26 @@ def _start(launch: Launch, console: Console) -> None:
     launch.start()
     with console.status("starting draft, target and router") as status:
         launch.wait_ready(lambda line: status.update(line))
-        status.update("waiting for the target to find its draft")
-        if missing := asyncio.run(draft_missing(launch.config)):
-            console.print(Text(f"{missing}; answers are plain until it does (see {launch.folder / 'target.log'})",
-                               style="yellow"))
-        elif launch.config.draft.drafter != "ngram" and launch.config.target.policy.max_nodes:
-            status.update("looking whether the draft fits the target")
-            problem = asyncio.run(pairing_problem(launch.config))
-            if problem:
-                console.print(Text(f"the draft does not seem to fit the target: {problem}", style="bold red"))
+        look_at_draft(launch, console, status.update)
+
+
+def look_at_draft(launch: Launch, console: Console, report: Report) -> None:
+    """Print what is wrong with the draft, if something is. Leaves no connection, of which gRPC would write when the
+    target closes it a minute later."""
+    asyncio.run(_look_at_draft(launch, console, report))
+    gc.collect()  # gRPC closes connections with their objects
+
+
+async def _look_at_draft(launch: Launch, console: Console, report: Report) -> None:
+    """All on one event loop: in a second one gRPC may print that the first is closed."""
+    report("waiting for the target to find its draft")
+    if missing := await draft_missing(launch.config):
+        console.print(Text(f"{missing}; answers are plain until it does (see {launch.folder / 'target.log'})",
+                           style="yellow"))
+    elif launch.config.draft.drafter != "ngram" and launch.config.target.policy.max_nodes:
+        report("looking whether the draft fits the target")
+        if problem := await pairing_problem(launch.config):
+            console.print(Text(f"the draft does not seem to fit the target: {problem}", style="bold red"))
 
 
 async def draft_missing(config: Config) -> str:
