@@ -127,6 +127,8 @@ class Rig:
 
     async def check(self) -> None:
         await asyncio.wrap_future(self.worker.check_slots())
+        if not self.worker.num_running:
+            assert self.worker.num_free_slots == self.runner.slots.num_slots, "slots are kept for answers that ended"
 
 
 @asynccontextmanager

@@ -138,6 +138,12 @@ def test_with_no_slot_left_the_youngest_makes_place_for_the_oldest() -> None:
     assert plan.put_back == (2,) and dict(plan.verify) == {1: 4} and not plan.admit
 
 
+def test_of_prompts_that_hold_all_slots_the_youngest_makes_place() -> None:
+    running = [SequenceInfo(1, 10, 8, 1, False), SequenceInfo(2, 10, 8, 1, False)]
+    assert schedule(running, [], 0, LIMITS).put_back == (2,)
+    assert schedule([*running, SequenceInfo(3, 10, 0, 1, True)], [], 0, LIMITS).empty, "one that decodes may end soon"
+
+
 def test_a_session_that_waits_for_its_drafter_is_left_out() -> None:
     plan = schedule([SequenceInfo(1, 10, 0, 1, True)], [], 50, LIMITS)
     assert plan.empty
