@@ -334,6 +334,11 @@ def test_beside_a_call_that_a_grammar_wrote_other_json_is_content_at_once(text: 
                           "{'a': '\\ud800'}": "{'a': '\\ud800'}", f"{{'a': {'[' * 128}": f"{{'a': {'[' * 128}",
                           f"{{'a': {'-' * 8000}1}}": f"{{'a': {'-' * 8000}1}}"}),
     ({"type": ["array", "null"]}, {"['a', 'b']": ["a", "b"], "{'a': 1}": "{'a': 1}", "None": None}),
+    # As GLM may write a list of objects.
+    ({"type": "array"}, {'[{\\"a\\": \\"b\\\\n\\"}]': [{"a": "b\n"}], '"[1]"': [1], '"x"': '"x"',
+                         '{\\"a\\": 1}': '{\\"a\\": 1}'}),
+    ({"type": "integer"}, {'"12"': 12, '\\"12\\"': '\\"12\\"', "x": "x"}),
+    ({"type": ["array", "string"]}, {'"[1]"': '"[1]"', '[\\"a\\"]': '[\\"a\\"]'}),
     ({"type": ["array", "string"]}, {"['a']": "['a']"}), ({}, {"['a']": "['a']"}),
     ({"$ref": "#/$defs/Place"}, {"{'a': None}": {"a": None}, '{"a": 1}': {"a": 1}}),  # as Pydantic writes a model,
     ({"anyOf": [{"$ref": "#/$defs/Place"}, {"type": "null"}]}, {"{'a': 1}": {"a": 1}, "None": None}),

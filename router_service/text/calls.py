@@ -306,8 +306,10 @@ def _as_json(value: str, types: set[str]) -> str:
         return bare.lower()
     elif bare == "None" and "null" in types and "string" not in types:
         return "null"
-    elif "string" not in types and (written := _python_as_json(bare)) and types & _value_types(parse_json(written)):
-        return written
+    elif "string" not in types:
+        for written in (_python_as_json(bare), _unquoted_json(bare)):
+            if written and types & _value_types(parse_json(written)):
+                return written
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -321,6 +323,12 @@ def _python_as_json(value: str) -> str:
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return ""
     return written if parse_json(written) is not None else ""
+
+
+def _unquoted_json(value: str) -> str:
+    """JSON that a model wrote as within a JSON string, in quotes or not (``{\\"a\\": 1}``); "" for anything else."""
+    text = parse_json(value if value.startswith('"') else f'"{value}"')
+    return text if isinstance(text, str) and parse_json(text) is not None else ""
 
 
 def _types_of_refs(schema: Any) -> RefTypes:
