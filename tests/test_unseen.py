@@ -14,6 +14,8 @@ MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 PDF = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="}}
 NOTES = {"type": "document", "title": "notes.txt", "source": {"type": "text", "media_type": "text/plain",
                                                               "data": "Milk is out."}}
+FOUND = {"type": "search_result", "source": "https://shop/7", "title": "Shop", "content": [
+    {"type": "text", "text": "Milk is out."}, {"type": "text", "text": "Bread is in."}], "citations": {"enabled": True}}
 SEEN = {"type": "text", "text": "So:"}
 CALLED = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [
     {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}]}]
@@ -37,6 +39,11 @@ def given(*blocks: Any) -> dict[str, Any]:
     (MESSAGES, given(result({"type": "tool_reference", "tool_name": "find"})), "So:\n(the tool find may be called)",
      None),
     (MESSAGES, given(NOTES, SEEN), "notes.txt\nMilk is out.\nSo:", None),
+    (MESSAGES, given(result(FOUND)), "So:\nShop\nhttps://shop/7\nMilk is out.\nBread is in.", None),
+    (MESSAGES, given(FOUND, SEEN), "Shop\nhttps://shop/7\nMilk is out.\nBread is in.\nSo:", None),
+    (MESSAGES, given({**NOTES, "source": {"type": "content", "content": [SEEN, SEEN]}}), "notes.txt\nSo:\nSo:", None),
+    (MESSAGES, given({**NOTES, "source": {"type": "content", "content": "Milk is out."}}), "notes.txt\nMilk is out.",
+     None),
     (RESPONSES, {"input": [*HELLO, {"type": "function_call_output", "output": [SEEN, {"type": "input_file"}]}]},
      "So:\n(a file, which cannot be read here)", "input[].output[].input_file"),
     (CHAT, {"messages": [*CALLED, {"role": "tool", "content": [SEEN, {"type": "image_url", "image_url": {}}]}]},
@@ -44,7 +51,8 @@ def given(*blocks: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("strict", [False, True])
 async def test_files_that_a_tool_gave_end_no_talk(tiny_folder: Path, strict: bool, path: str, fields: Any, told: str,
                                                   named: str | None) -> None:
-    """Claude Code sends a PDF that it read beside the result, and what one names with @ as a document of text."""
+    """Claude Code sends a PDF that it read beside the result, and what one names with @ as a document of text; who
+    answers from documents gives what a search found, and documents in pieces, to be cited."""
     target = EchoTarget()
     async with routing(tiny_folder, target, strict=strict) as r:
         answer = await r.post(path, max_output_tokens=4, **fields) if path == RESPONSES else await r.post(
@@ -59,6 +67,8 @@ async def test_files_that_a_tool_gave_end_no_talk(tiny_folder: Path, strict: boo
 @pytest.mark.parametrize(("path", "fields"), [
     (MESSAGES, given(PDF)), (MESSAGES, given(SEEN, {"type": "image"})),
     (MESSAGES, given({**NOTES, "source": {"type": "text"}})), (MESSAGES, given({**NOTES, "source": "x"})),
+    (MESSAGES, given({**NOTES, "source": {"type": "content", "content": [SEEN, {"type": "image"}]}})),
+    (MESSAGES, given({**FOUND, "content": None})), (MESSAGES, given(result({**FOUND, "content": [1]}))),
     (MESSAGES, given(result({"type": []}))),
     (MESSAGES, given(result({"type": "tool_reference"}))), (MESSAGES, given({"type": {}})),
     (CHAT, given({"type": "image_url", "image_url": {}})),

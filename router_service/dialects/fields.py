@@ -10,7 +10,7 @@ It knows nothing about how a field is honoured; the pages about the API are prin
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -199,17 +199,28 @@ def tool_result_part(at: str, part: Any, unknown: dict[str, bool]) -> Any:
 
 
 def as_text_part(part: Any) -> Any:
-    """A text document, its title first, a model's refusal, or a tool that a search found (all tools are offered
-    anyway), as a text part; other parts unchanged."""
-    if part_type(part) == "refusal" and "refusal" in part:
+    """A text document or what a search found, title and source first, a model's refusal, or a tool that a search found
+    (all tools are offered anyway), as a text part; other parts unchanged."""
+    kind = part_type(part)
+    if kind == "refusal" and "refusal" in part:
         return {"type": "text", "text": part["refusal"]}
-    if part_type(part) == "tool_reference" and isinstance(part.get("tool_name"), str):
+    if kind == "tool_reference" and isinstance(part.get("tool_name"), str):
         return {"type": "text", "text": f"(the tool {part['tool_name']} may be called)"}
-    source = part.get("source") if part_type(part) == "document" else None
-    if not isinstance(source, dict) or source.get("type") != "text" or not isinstance(source.get("data"), str):
-        return part
-    title = part.get("title")
-    return {"type": "text", "text": f"{title}\n{source['data']}" if isinstance(title, str) else source["data"]}
+    if kind == "search_result":
+        return _headed_text((part.get("title"), part.get("source")), part.get("content")) or part
+    source: Any = part.get("source") if kind == "document" else None
+    name = {"text": "data", "content": "content"}.get(part_type(source))
+    return part if name is None else _headed_text((part.get("title"),), source.get(name)) or part
+
+
+def _headed_text(heads: Iterable[Any], content: Any) -> dict[str, str] | None:
+    """A text part of ``content``, a text or a list of text parts, behind the texts among ``heads``; None if it is
+    neither."""
+    parts = content if isinstance(content, list) else [{"text": content}]
+    lines: list[Any] = [inner.get("text") if isinstance(inner, dict) else None for inner in parts]
+    if not all(isinstance(line, str) for line in lines):
+        return None
+    return {"type": "text", "text": "\n".join([*(head for head in heads if isinstance(head, str)), *lines])}
 
 
 def part_type(part: Any) -> str:

@@ -9,9 +9,9 @@ Rules:
    templates take a system message only at the beginning, and that agent sends one with every request.
 5. Thinking is switched on where the request asks for it; its budget has no effect. Some templates begin reasoning in
    any case.
-6. Tools are functions; of blocks only text, calls, their results, thinking and text documents are known. What stands
-   beside a tool's result is part of it: Claude Code sends files so. A chat has no mark for a result that is an error:
-   its text says so.
+6. Tools are functions; of blocks only text, calls, their results, thinking, text documents and what a search found are
+   known. What stands beside a tool's result is part of it: Claude Code sends files so. A chat has no mark for a result
+   that is an error: its text says so.
 
 It knows nothing about models, routes or the network.
 """
