@@ -400,6 +400,10 @@ def test_the_style_is_read_off_the_template() -> None:
     for mark in ("[TOOL_CALLS]", NEMOTRON, HUNYUAN):
         assert Style.of("{% for t in tools %}" + mark, True).openers == (mark,)
     assert Style.of("{{ tools | tojson }} ipython", True).bare_calls
+    told_in_words = Style.of(D.begin, False)
+    assert told_in_words.openers == ("<tool_call>", D.begin) and not told_in_words.bare_calls
+    for name in ("hermes", "deepseek 3.1"):
+        assert told(told_in_words, list(SAID[name][1]))[2] == told(SAID[name][0], list(SAID[name][1]))[2] != []
     assert mark_tokens({1: "<tool_call>", 2: "<|im_end|>", 3: "<|end|>", 4: GRANITE}, HERMES) == {1}
     granite = Style.of("{% if tools %}<|tool_call|>{% endif %}", True)
     assert granite == Style((GRANITE,), takes_tools=True) and mark_tokens({1: GRANITE}, granite) == {1}

@@ -70,12 +70,15 @@ class Style:
 
     @staticmethod
     def of(template: str, takes_tools: bool) -> Style:
-        """The style in a chat template's source."""
+        """The style in a chat template's source. DeepSeek's take no tools, but write their calls: a model that was
+        asked for others may write these."""
         reasoning_marks = next((pair for pair in REASONING_MARKS if pair[1] in template), None)
-        openers = tuple(mark for mark in OPENERS if mark in template) or (LLAMA,)
+        openers = tuple(mark for mark in OPENERS if mark in template)
         if ANALYSIS[0] in template:
             reasoning_marks, openers = ANALYSIS, HEADERS
-        return Style(openers if takes_tools else (HERMES,), reasoning_marks, takes_tools)
+        elif not takes_tools:
+            openers = tuple(dict.fromkeys((HERMES, *openers)))
+        return Style(openers or (LLAMA,), reasoning_marks, takes_tools)
 
     @property
     def has_channels(self) -> bool:
