@@ -408,5 +408,8 @@ def test_the_roster() -> None:
     clock.now_s = 200
     assert roster.expired() == [], "nobody is heard: nobody is forgotten"
     assert roster.update({A: "n", C: "n"}) == ([C], {})
-    assert roster.expired() == [A], "but one who is silent while another is there"
+    assert roster.expired() == [], "who is in a new list is there, if cut off"
+    clock.now_s = 261
+    roster.mark_alive(C)
+    assert roster.expired() == [A], "but one who is silent while another is there, and the list is old"
     assert roster.update({A: "n", B: "n", C: "n"}) == ([B], {})

@@ -437,6 +437,28 @@ async def test_a_draft_that_is_gone_without_is_not_forgotten_while_it_answers(wh
     await drafts.aclose()
 
 
+async def test_a_draft_that_is_listed_and_cut_off_is_not_forgotten() -> None:
+    """A network policy that cuts off a ready pod: it was found again, and told of anew, each minute."""
+    links = {"a:1": Flapping("a:1"), "b:1": Away("b:1", "unavailable")}
+    clock, dialled = Clock(), list[str]()
+
+    def connect(address: str, name: str) -> Flapping:
+        dialled.append(address)
+        return links[address]
+
+    drafts = Drafts(connect, Told(), clock, ROSTER)
+    for _ in range(20):  # discovery repeats its list every 15 s
+        drafts.update(dict.fromkeys(links, ""))
+        drafts.sweep()
+        clock.now_s += 15.0
+        drafts.sweep()
+    assert dialled == ["a:1", "b:1"]
+    clock.now_s += SILENT_S  # the API server is away: the list is old
+    drafts.sweep()
+    assert [status.address for status in drafts.statuses()] == ["a:1"]
+    await drafts.aclose()
+
+
 class Ending(TargetMetrics):
     """Whoever tells it of bytes, once it is over, dies of it."""
 

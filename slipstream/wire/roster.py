@@ -4,8 +4,9 @@ Rules:
 1. A peer that discovery lists as ready gets work. One that it no longer lists is delisted: it gets no new work, its
    running work may finish, and after ``forget_after_s`` it is forgotten.
 2. A peer that comes back before that is as it was.
-3. A peer that is listed but silent for ``silent_s`` is forgotten, if another one answers. When none answers, the fault
-   may be here or everywhere: then no peer is forgotten.
+3. A peer that is silent, and in no new list, for ``silent_s`` is forgotten, if another one answers: the last list is
+   old then. When none answers, the fault may be here or everywhere: then no peer is forgotten. Nor is one that new
+   lists have: it would be found again, and told of anew, each minute.
 
 It knows nothing about targets, drafts or what is done with a pod.
 """
@@ -24,10 +25,11 @@ class RosterRules:
 
 @dataclass(slots=True)
 class Member:
-    """A discovered peer. ``alive_s``: when it last answered, or was first listed; ``delisted_s``: since when it is not
-    listed."""
+    """A discovered peer. ``alive_s``: when it last answered, or was first listed; ``listed_s``: the time of the newest
+    list that has it; ``delisted_s``: since when it is not listed."""
 
     alive_s: float
+    listed_s: float
     delisted_s: float | None = None
 
 
@@ -50,7 +52,9 @@ class Roster:
         for address, delisted in changed.items():
             self._members[address].delisted_s = now_s if delisted else None
         new = [address for address in ready if address not in self._members and address not in self.fixed]
-        self._members |= {address: Member(now_s) for address in new}
+        self._members |= {address: Member(now_s, now_s) for address in new}
+        for address in self._members.keys() & ready.keys():
+            self._members[address].listed_s = now_s
         return new, changed
 
     def mark_alive(self, address: str) -> None:
@@ -68,7 +72,7 @@ class Roster:
         any_alive = any(now_s - member.alive_s <= self._rules.silent_s for member in self._members.values())
         return [address for address, member in self._members.items()
                 if (member.delisted_s is not None and now_s - member.delisted_s > self._rules.forget_after_s)
-                or (any_alive and now_s - member.alive_s > self._rules.silent_s)]
+                or (any_alive and now_s - max(member.alive_s, member.listed_s) > self._rules.silent_s)]
 
     def forget(self, address: str) -> None:
         self._members.pop(address, None)
