@@ -369,7 +369,8 @@ class TargetWorker:
                                   sequence.forced(finish)))
         self._kv.send_prompt_rows(result.prefilled)  # before the rows of tokens that follow the prompt
         records = self.following.committed(batch, result.step)
-        self._kv.send_prompt_rows(sequences)
+        self._kv.send_prompt_rows(sequence for sequence, verified in zip(sequences, batch, strict=True)
+                                  if not verified.finish)
         if self.following.flush() and self.alive and all(
                 sequence.followed.should_wait(now_s) for sequence in self._queues.running):
             # Python runs one thread at a time, and all answers wait anyway: let the thread that writes frames run.
