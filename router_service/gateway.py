@@ -87,9 +87,9 @@ class Gateway:
         return self._section.model_name or self.info.model_id
 
     def resolve_model(self, name: str | None) -> str:
-        """The name of the model here, which ``name`` must be unless it is None. Raises NotFound or Unavailable."""
+        """The name of the model here, which ``name`` is, too, unless it is None or "". Raises NotFound, Unavailable."""
         model = self.model
-        if name not in (None, model):
+        if name not in (None, "", model):
             raise NotFound("model", f"no model {str(name)[:100]!r} here; it is {model!r}, or leave the field out",
                            "model_not_found")
         return model

@@ -548,6 +548,8 @@ async def test_models_health_version_and_request_ids(tiny_folder: Path) -> None:
         assert len(forged.headers["x-request-id"]) == 32
     async with routing(tiny_folder, EchoTarget(), model_name="brand") as r:
         assert [model.id async for model in r.openai.models.list()] == ["brand"]
+        unnamed = await r.post(CHAT, messages=HELLO, model="")  # clients whose box was left empty; vLLM takes it, too
+        assert unnamed.status_code == 200 and unnamed.json()["model"] == "brand", unnamed.text
     async with routing(tiny_folder) as r:
         assert (await r.http.get("/health")).status_code == 503
         assert (await r.http.get("/live")).status_code == 200
