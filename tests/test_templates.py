@@ -391,6 +391,19 @@ def test_reasoning_before_a_call_is_said_as_a_template_calls_it() -> None:
         assert template.render(said) == ["[x][Hm.c0][y][ec1]"]
 
 
+def test_reasoning_is_a_part_of_the_content_where_a_template_takes_it_as_one() -> None:
+    """As Ministral's reasoning models' do: between its calls such a model did not know what it had thought."""
+    calls = "{% for c in m.tool_calls or [] %}{{ c.function.arguments.city or c.id }}{% endfor %}]{% endfor %}"
+    parts = ("{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}{{ part.text "
+             "if part.type == 'text' else '[THINK]' + part.thinking + '[/THINK]' }}{% endfor %}{% endif %}")
+    said: Any = [USER[0], {**calls_of("c0"), "content": "", "reasoning_content": "Hm."}, {
+        "role": "tool", "content": "y"}, {**calls_of("c1"), "reasoning_content": "Hm."}]
+    for content, wanted in ((parts, "[x][[THINK]Hm.[/THINK]c0][y][[THINK]Hm.[/THINK]ec1]"),
+                            ("{{ m.content }}", "[x][c0][y][ec1]")):
+        with closing(ChatTemplate("{% for m in messages %}[" + content + calls, {}, [])) as template:
+            assert template.render(said) == [wanted]
+
+
 def test_results_of_tools_are_the_users_where_a_template_writes_none() -> None:
     """Granite 3.0's and older ones of Mistral's know them by other roles: an agent's model never read one."""
     source = ("{% for m in messages %}{% if m.role in ['user', 'assistant'] %}[{{ m.role }}: {{ m.content }}"

@@ -19,6 +19,7 @@ from router_service.text.rewritings import (
     later_system_as_user,
     names_in_call_ids,
     one_call_per_message,
+    reasoning_as_part,
     reasoning_as_thinking,
     results_as_user,
     system_as_user,
@@ -86,8 +87,8 @@ def omissions(source: str) -> tuple[Omission, ...]:
         Omission(results_as_user, (USER, CALL, RESULT), (RESULT["content"],)),
         Omission(partial(system_in_last_user, last_role="assistant"), (SYSTEM, USER, CALL), systems),
         Omission(partial(system_in_last_user, last_role="tool"), (SYSTEM, USER, CALL, RESULT), systems),
-        Omission(reasoning_as_thinking, (USER, {**CALL, "reasoning_content": "Hello thoughts"}, RESULT),
-                 ("Hello thoughts",)),
+        *(Omission(rewriting, (USER, {**CALL, "reasoning_content": "Hello\nthoughts"}, RESULT), ("Hello\nthoughts",))
+          for rewriting in (reasoning_as_thinking, reasoning_as_part)),
     )
 
 

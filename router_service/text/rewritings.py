@@ -183,7 +183,15 @@ def user_first(turns: Messages) -> Messages:
 def texts_as_parts(messages: Messages) -> Messages:
     """For the templates of models that read images, too: they take a text as one of several parts. It must be the last
     rewriting, since the others join texts."""
-    return [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
+    return [{**message, "content": [{"type": "text", "text": message["content"]}]}
+            if isinstance(message["content"], str) else message for message in messages]
+
+
+def reasoning_as_part(messages: Messages) -> Messages:
+    """For the templates of Ministral's reasoning models: a part of the content, before the text."""
+    return [{**message, "content": [{"type": "thinking", "thinking": message["reasoning_content"]}, *(
+        [{"type": "text", "text": message["content"]}] if message["content"] else [])]}
+            if message.get("reasoning_content") else message for message in messages]
 
 
 def reasoning_as_thinking(messages: Messages) -> Messages:
