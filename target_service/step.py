@@ -6,8 +6,8 @@ Rules of a schedule:
    last in that order is put back and computed again later.
 2. Rows go first to answers that decode, one each, then to prompts, chunk by chunk, so long prompts do not stop running
    answers. A scored row counts as ``SCORED_ROW_COST`` rows. The step that ends a prompt chooses the first token, too.
-3. Trees get the rows that are left, and are made smaller before an answer is put back: drafts may fail, answers must
-   not.
+3. Trees get equal parts of the rows that are left, and are made smaller before an answer is put back: drafts may fail,
+   answers must not.
 4. An answer that waits for its drafter is left out until growth comes or its deadline passes. It never waits for its
    first token, because drafters still read its prompt. The whole step is held for it where one later step of all
    answers ends sooner than two steps.
@@ -153,15 +153,16 @@ def should_hold(ready_rows: int, coming_rows: int, hold_s: float, cost: Callable
 
 
 def _allot_rows(ready: abc.Sequence[SequenceInfo], rows: int, max_rows: int) -> list[tuple[int, int]]:
-    # One row each first; the rest of ``max_rows`` rows goes to trees, oldest first.
+    # One row each first; the rest of ``max_rows`` rows goes to trees in equal parts: the first tokens of a tree gain
+    # most, and whoever waited for a tree and verified nothing of it would believe that drafts do not pay.
     served = ready[:rows]
-    spare = max(0, max_rows - len(served))
-    allotted = []
-    for info in served:
-        extra = min(info.num_nodes - 1, spare)
-        spare -= extra
-        allotted.append((info.key, 1 + extra))
-    return allotted
+    spare, extras = max(0, max_rows - len(served)), [info.num_nodes - 1 for info in served]
+    if sum(extras) > spare:
+        smallest_first = sorted(range(len(extras)), key=lambda place: (extras[place], -place))
+        for num_done, place in enumerate(smallest_first):
+            extras[place] = min(extras[place], spare // (len(extras) - num_done))
+            spare -= extras[place]
+    return [(info.key, 1 + extra) for info, extra in zip(served, extras, strict=True)]
 
 
 def _select_admitted(waiting: abc.Sequence[SequenceInfo], num_running: int, slots_left: int,

@@ -126,6 +126,16 @@ def test_trees_leave_a_prompt_its_rows_and_slots() -> None:
     assert short.prefill == ((1, 128),) and {rows for _, rows in short.verify} == {1}
 
 
+def test_trees_that_are_too_many_for_a_step_share_its_rows() -> None:
+    """The oldest had whole trees, the others nothing of theirs, in every step."""
+    running = [SequenceInfo(key, 10, 0, 3 if key == 5 else 17, False) for key in range(1, 10)]
+    verify = dict(schedule(running, [], 1000, LIMITS).verify)
+    assert sum(verify.values()) == LIMITS.max_step_rows and verify.pop(5) == 3
+    assert set(verify.values()) == {4, 5} and verify[1] == 5 and verify[9] == 4, "the older ones have what is left over"
+    many = [SequenceInfo(key, 10, 0, 17, False) for key in range(1, 31)]
+    assert [rows for _, rows in schedule(many, [], 1000, LIMITS).verify] == [2] * 10 + [1] * 20
+
+
 def test_trees_shrink_before_anyone_is_put_back() -> None:
     running = [SequenceInfo(1, 10, 0, 17, False), SequenceInfo(2, 10, 0, 17, False)]
     plan = schedule(running, [], 2, LIMITS)
