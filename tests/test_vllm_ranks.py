@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from slipstream_vllm import remote, signals
+from slipstream_vllm.adapter_0_32 import patch_taps
 from slipstream_vllm.options import Options
 from slipstream_vllm.remote import RemoteDrafter, is_drafting_rank
 
@@ -58,6 +59,21 @@ def test_ranks_that_schedule_for_themselves_are_refused() -> None:
     with pytest.raises(ConfigError, match="external_launcher"):
         is_drafting_rank(parallel(1, 2, backend="external_launcher"))
     assert is_drafting_rank(parallel(0, backend="external_launcher")), "one rank has nobody to part from"
+
+
+@pytest.mark.parametrize("drafted", [True, False])
+def test_stages_of_a_pipeline_before_the_last_have_a_proposer_that_is_none(drafted: bool) -> None:
+    """vLLM makes one on the last stage alone, and reads it on each: as it allocates its KV, and in each step."""
+    class Runner:
+        speculative_config = SimpleNamespace(method="custom_class") if drafted else None
+
+        def _setup_eagle3_aux_hidden_state_outputs(self) -> None:
+            self.is_set_up = True
+
+    patch_taps(Runner)
+    runner: Any = Runner()
+    runner._setup_eagle3_aux_hidden_state_outputs()
+    assert runner.is_set_up and getattr(runner, "drafter", "lacks it") == (None if drafted else "lacks it")
 
 
 @pytest.mark.parametrize("ending", ["first", "second", "alone"])
