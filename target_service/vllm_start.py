@@ -212,13 +212,14 @@ def _engine(config: Config, folder: Path, name: str, stat_logger: type) -> Any:
 
 
 def check_layers(vllm_config: Any) -> None:
-    """Raises ConfigError for states of layers that vLLM's model has not: a worker would name them, but the service,
-    minutes later, would say no more than that vLLM did not start."""
+    """Raises ConfigError for states of layers that vLLM's model does not give: a worker would name them, but the
+    service, minutes later, would say no more than that vLLM did not start."""
     from slipstream_vllm.features import Taps
 
     options = vllm_config.additional_config["slipstream"]
     try:
-        Taps(tuple(options.get("layers", ())), vllm_config.model_config.hf_text_config.num_hidden_layers)
+        Taps(tuple(options.get("layers", ())), vllm_config.model_config.hf_text_config.num_hidden_layers,
+             vllm_config.parallel_config.pipeline_parallel_size)
     except ConfigError as error:
         raise ConfigError(f"target.engine.vllm.additional_config.{error}") from error
 

@@ -26,7 +26,8 @@ from target_service.vllm import StepReports
 def parallel(rank: int, tensor: int = 1, stages: int = 1, prefill: int = 1, backend: str = "mp") -> Any:
     """As much of ``ParallelConfig`` as is read."""
     return SimpleNamespace(rank=rank, world_size=tensor * stages * prefill, tensor_parallel_size=tensor,
-                           prefill_context_parallel_size=prefill, distributed_executor_backend=backend)
+                           pipeline_parallel_size=stages, prefill_context_parallel_size=prefill,
+                           distributed_executor_backend=backend)
 
 
 @pytest.mark.parametrize(("tensor", "stages", "prefill", "speaker"), [

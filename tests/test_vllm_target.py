@@ -927,16 +927,20 @@ def test_settings_that_contradict_are_refused_by_name(overrides: tuple[str, ...]
         arguments(settings(*overrides), Path("/m"), "m", ARGUMENTS)
 
 
-def test_layers_that_the_model_has_not_are_refused_before_vllm_begins() -> None:
-    def shape(more: dict[str, Any]) -> Any:
+def test_layers_that_the_model_does_not_give_are_refused_before_vllm_begins() -> None:
+    def shape(more: dict[str, Any], stages: int = 1) -> Any:
         model = SimpleNamespace(hf_text_config=SimpleNamespace(num_hidden_layers=30))
-        return SimpleNamespace(additional_config=more, model_config=model)
+        return SimpleNamespace(additional_config=more, model_config=model,
+                               parallel_config=SimpleNamespace(pipeline_parallel_size=stages))
 
     for known in ({"slipstream": {}}, {"slipstream": {"layers": [2, 15, 30]}}):
         check_layers(shape(known))
     with pytest.raises(ConfigError, match=r"vllm\.additional_config\.slipstream\.layers: \[2, 40\] are not layers of a "
                                           "target with 30"):
         check_layers(shape({"slipstream": {"layers": [2, 40]}}))
+    check_layers(shape({"slipstream": {"layers": [30]}}, stages=2))
+    with pytest.raises(ConfigError, match=r"with pipeline_parallel_size there is 30 alone, .* not \[2, 15\]"):
+        check_layers(shape({"slipstream": {"layers": [2, 15, 30]}}, stages=2))
 
 
 @pytest.mark.parametrize("wrong", ["sglang", "{vllm: 3}", "{sglang: {}}", "3"])

@@ -58,7 +58,7 @@ class RemoteDrafter:
         # Imported here, so that importing this package does not import torch.
         from slipstream_vllm.features import FeatureStore, Taps
 
-        taps = Taps(options.layers, text.num_hidden_layers)
+        taps = Taps(options.layers, text.num_hidden_layers, vllm_config.parallel_config.pipeline_parallel_size)
         self.states = FeatureStore(taps, int(options.features_gb * (1 << 30))) if options.layers else None
         self.chains = Chains(options.section(speculative.num_speculative_tokens), metrics, states=self.states,
                              on_step=step_reporter())
