@@ -64,6 +64,31 @@ async def test_files_that_a_tool_gave_end_no_talk(tiny_folder: Path, strict: boo
             assert answer.headers.get("x-slipstream-ignored") == named and told in target.prompt
 
 
+async def test_a_talk_that_began_elsewhere_goes_on(tiny_folder: Path) -> None:
+    """Codex patches files by a tool of text where it knows the model, and sends its calls and searches to the next."""
+    patch = {"type": "custom_tool_call", "call_id": "call_1", "name": "apply_patch", "input": "*** Begin Patch"}
+    others = [{"type": "local_shell_call", "call_id": "2"}, {"type": "local_shell_call_output", "output": "x"},
+              {"type": "web_search_call", "status": "completed", "action": {"type": "search", "query": "milk"}}]
+    done = {"type": "custom_tool_call_output", "call_id": "call_1", "output": "Success."}
+    target = EchoTarget()
+    async with routing(tiny_folder, target) as r:
+        answer = await r.post(RESPONSES, input=[*HELLO, patch, *others, done, *HELLO], max_output_tokens=4)
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["x-slipstream-ignored"] == ", ".join(f"input[].{item['type']}" for item in others)
+        assert "apply_patch" in target.prompt and "*** Begin Patch" in target.prompt and "Success." in target.prompt
+        for kind in ("compaction", "item_reference", "call", None):
+            refused = await r.post(RESPONSES, input=[*HELLO, {"type": kind}])
+            assert refused.status_code == 400 and refused.json()["error"]["param"] == "input[1].type"
+        searched = [{"type": "server_tool_use", "id": "1", "name": "web_search", "input": {"query": "milk"}},
+                    {"type": "web_search_tool_result", "tool_use_id": "1", "content": []}]
+        talk = [*HELLO, {"role": "assistant", "content": [*searched, {"type": "text", "text": "It is out."}]}, *HELLO]
+        answer = await r.post(MESSAGES, messages=talk, max_tokens=4)
+        assert answer.status_code == 200 and "assistant\nIt is out.\nuser" in target.prompt, answer.text
+        assert answer.headers["x-slipstream-ignored"] == ", ".join(
+            f"messages[].content[].{block['type']}" for block in searched)
+        assert (await r.post(MESSAGES, **given(*searched), max_tokens=4)).status_code == 400, "a user searches nothing"
+
+
 @pytest.mark.parametrize(("path", "fields"), [
     (MESSAGES, given(PDF)), (MESSAGES, given(SEEN, {"type": "image"})),
     (MESSAGES, given({**NOTES, "source": {"type": "text"}})), (MESSAGES, given({**NOTES, "source": "x"})),

@@ -10,8 +10,9 @@ Rules:
 5. Thinking is switched on where the request asks for it; its budget has no effect. Some templates begin reasoning in
    any case.
 6. Tools are functions; of blocks only text, calls, their results, thinking, text documents and what a search found are
-   known. What stands beside a tool's result is part of it: Claude Code sends files so. A chat has no mark for a result
-   that is an error: its text says so.
+   known. Calls of tools that a server runs, which a talk has from elsewhere, are left out and named. What stands beside
+   a tool's result is part of it: Claude Code sends files so. A chat has no mark for a result that is an error: its text
+   says so.
 
 It knows nothing about models, routes or the network.
 """
@@ -50,6 +51,7 @@ SAME_FIELDS = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream",
 INERT = ("metadata", "service_tier", "container", "context_management")
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 CALL_ID_PREFIX = "toolu_"
+OTHER_CALLS = ("_tool_use", "_tool_result")  # end the types of blocks of tools that a server runs
 REMINDER = "<system-reminder>\n{}\n</system-reminder>"
 # Claude Code begins the system's text with this line for its maker. It changes with each request, and a cached prefix
 # would end there.
@@ -146,6 +148,8 @@ def _chat_messages(at: str, message: Any, first: bool, unknown: dict[str, bool])
                    "content": f"Error: {result}" if block.get("is_error") is True else result}
         elif kind == "thinking" and isinstance(block.get("thinking"), str):
             thoughts.append(block["thinking"])
+        elif kind.endswith(OTHER_CALLS) and message["role"] == "assistant":
+            unknown[f"messages[].content[].{kind}"] = True
         elif kind != "redacted_thinking":
             raise InvalidRequest(where, "only text, calls, their results and thinking are served here",
                                  "unsupported_parameter")

@@ -4,10 +4,11 @@ Rules:
 1. A request becomes a body of a chat, and is checked as one. Refusals name this API's fields; those within messages
    and tools may have the chat's names.
 2. Nothing is kept: a conversation comes whole with every request (``store: false``).
-3. Tools are functions, also those in namespaces: the model gets both names as one. Other tools are left out and named.
-   Known input items are messages, calls, their results and reasoning. Reasoning belongs to the message or calls after
-   it; the template decides whether to show it. It is also returned as "encrypted" content (in plain text), because
-   some clients send back only that.
+3. Tools are functions, also those in namespaces: the model gets both names as one. Other tools and their calls are left
+   out and named; calls of tools that take text, which a talk has from elsewhere, are those of functions. Known input
+   items are messages, calls, their results and reasoning. Reasoning belongs to the message or calls after it; the
+   template decides whether to show it. It is also returned as "encrypted" content (in plain text), because some
+   clients send back only that.
 4. Turns of one role are one: agents send instructions and what a developer says, then several messages of a user.
 
 It knows nothing about models, routes or the network.
@@ -53,6 +54,7 @@ UNSEALED = "unsealed:"  # begins our "encrypted" content of reasoning; other ser
 CALL_ID_PREFIX = "call_"
 TOOL_FIELDS = ("type", "name", "description", "parameters", "strict")  # that a response repeats
 TOOL_TYPES = ("function", "namespace")
+OTHER_CALLS = ("_call", "_call_output")  # end the types of items of other tools
 MAX_METADATA, MAX_METADATA_CHARS = 16, 576  # entries, and characters of each
 # The chat's fields with another name here.
 FIELD_NAMES = MappingProxyType({"tool_choice.allowed_tools": "tool_choice",
@@ -109,11 +111,12 @@ def _chat_messages(at: str, item: Any, unknown: dict[str, bool]) -> Iterator[Jso
         content = item.get("content")
         yield {"role": role, "content": read_text(
             f"{at}.content", list(map(as_text_part, content)) if isinstance(content, list) else content)}
-    elif kind == "function_call":
+    elif kind in ("function_call", "custom_tool_call"):
+        arguments = item.get("arguments") if kind == "function_call" else {"input": item.get("input")}
         call = {"id": strip_id_prefix(item.get("call_id"), CALL_ID_PREFIX), "type": "function",
-                "function": {"name": _qualified_name(item.get("namespace"), item), "arguments": item.get("arguments")}}
+                "function": {"name": _qualified_name(item.get("namespace"), item), "arguments": arguments}}
         yield {"role": "assistant", "content": "", "tool_calls": [call]}
-    elif kind == "function_call_output":
+    elif kind in ("function_call_output", "custom_tool_call_output"):
         yield {"role": "tool", "tool_call_id": strip_id_prefix(item.get("call_id"), CALL_ID_PREFIX),
                "content": read_tool_result(f"{at}.output", item.get("output"), unknown)}
     elif kind == "reasoning":
@@ -122,6 +125,8 @@ def _chat_messages(at: str, item: Any, unknown: dict[str, bool]) -> Iterator[Jso
         ours = encrypted.removeprefix(UNSEALED) if is_ours else ""
         if thought := read_text(f"{at}.content", item.get("content") or ours):
             yield {"role": "assistant", "content": "", "reasoning_content": thought}
+    elif isinstance(kind, str) and kind.endswith(OTHER_CALLS):
+        unknown[f"input[].{kind}"] = True
     elif kind == "item_reference":
         raise InvalidRequest(f"{at}.type", f"is not served here; {_STATELESS}, as clients do with store: false")
     else:
