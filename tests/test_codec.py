@@ -345,6 +345,8 @@ def test_scores_just_above_zero_become_zero() -> None:
     (Open(3, ints(-1, 2), 2, Sampling()), "open.tokens"),
     (Commit(3, 5, ints()), "commit.tokens"),
     (Commit(3, 5, ints(*range(65))), "commit.tokens"),
+    (Commit(3, 5, ints(1, -1)), "commit.tokens"),
+    (Commit(3, 5, ints(1, VOCAB)), "commit.tokens"),
     (Commit(3, CONTEXT, ints(1)), "commit.base"),
     (Commit(3, 0, ints(1)), "commit.base"),
     (Commit(3, 5, ints(1), wanted=64), "commit.wanted"),

@@ -18,7 +18,7 @@ from structlog.testing import capture_logs
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from slipstream.base.config import ModelSection, PolicySection, TargetSection
-from slipstream.base.errors import Draining
+from slipstream.base.errors import Draining, InvalidRequest
 from slipstream.decision.beliefs import StepCosts
 from slipstream.engine.device import threads
 from slipstream.engine.hf import HFModel
@@ -28,6 +28,7 @@ from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.spans import Spans, Value
 from slipstream.protocol.messages import PROTOCOL_VERSION, Close, Commit, DraftBound, DraftHello, Growth, Open
 from slipstream.protocol.requests import Piece, Request, Sampling
+from slipstream.protocol.tree import DraftTree
 from target_service.loop import TargetWorker
 from target_service.sequence import Sink
 from target_service.service import TargetAnswer, deliver
@@ -195,6 +196,36 @@ def test_a_step_that_fails_says_whose_it_was(tiny_folder: Path, monkeypatch: pyt
     worker.cancel(1)
     worker.poll()
     assert [values["failed"] for values in spans.ended[1:]] == [0, 0], "it goes on elsewhere, or nobody wants it"
+
+
+class Stuck:
+    """A grammar that takes too much work to follow, after ``left`` tokens."""
+
+    ended, left = False, 1
+
+    def commit(self, tokens: Sequence[int]) -> int:
+        self.left -= len(tokens)
+        return len(tokens)
+
+    def forced(self) -> Sequence[int]:
+        return ()
+
+    def allowed_nodes(self, tree: DraftTree) -> list[int]:
+        return [0]
+
+    def masks(self, tree: DraftTree) -> tuple[Any, frozenset[int]]:
+        return None, frozenset(range(min(1, self.left)))
+
+
+def test_an_answer_whose_grammar_can_be_followed_no_further_ends_by_itself(tiny_folder: Path) -> None:
+    told, other = list[Piece | Exception](), list[Piece | Exception]()
+    worker = plain_worker(tiny_folder, other)
+    worker.add_request(2, Request("two", (4, 5, 6), Sampling(), 3), told.append, Stuck())
+    for _ in range(20):
+        worker.poll()
+    assert [type(piece) for piece in told] == [Piece, InvalidRequest]
+    assert isinstance(other[-1], Piece) and other[-1].finish == "length" and len(other) == 3
+    assert not worker.num_open and worker.num_free_slots == 512
 
 
 def test_an_answer_that_is_handed_back_has_all_its_pieces_before(tiny_folder: Path) -> None:
