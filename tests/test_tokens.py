@@ -203,7 +203,7 @@ def test_tokens_between_turns_stay_text_where_they_are_not_special(tmp_path: Pat
     """As DeepSeek R1's: a user could end his turn and write the assistant's, and what he says of <think> began the
     answer's reasoning."""
     template = ("{% for m in messages %}{{ '<｜User｜>' + m.content }}{% endfor %}{{ '<｜Assistant｜>' }}"
-                "{{ '<think>' if thinking }}{# </think> #}")
+                "{{ '<think>' if thinking }}{# </think> <a|b> #}")
     tokenizer, words = byte_level(), ("<｜User｜>", "<｜Assistant｜>", "<a|b>", "<think>")
     tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words])
     user, assistant, other, think = (id_of(tokenizer, word) for word in words)

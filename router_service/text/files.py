@@ -6,6 +6,7 @@ All of it is read once, when a router starts. It knows nothing about requests.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
-from router_service.text.marks import MARKS
 from slipstream.base.errors import InvalidRequest, ModelError
 from slipstream.models.folder import read_json
 from slipstream.protocol.requests import Sampling
@@ -25,7 +25,7 @@ LOSSLESS_STEPS = {
 FALLBACK_STEPS = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
 # Without min_p: vLLM takes it only where there are no drafts.
 DEFAULT_FIELDS = ("temperature", "top_p", "top_k", "repetition_penalty")
-BARS = {"|", "\uff5c"}
+TURN = re.compile(r"[|\uff5c].*(user|assistant|system|chatbot|turn|role).*[|\uff5c]", re.IGNORECASE)
 MAX_COMPOSED = 4  # characters that Unicode may write as one
 
 
@@ -41,11 +41,10 @@ def literal_tokens(tokenizer: Tokenizer, specials: Iterable[str], turns: Iterabl
 
 
 def turn_tokens(tokenizer: Tokenizer, template: str) -> dict[int, str]:
-    """The tokens between turns that are not special, and their texts, as DeepSeek's <｜User｜>: added ones with a bar
-    that the chat template writes."""
+    """The tokens between turns that are not special, and their texts, as DeepSeek's <｜User｜>: added ones with a role
+    between bars that the chat template writes. Others, as those of calls, may stand in what a model said."""
     return {i: token.content for i, token in tokenizer.get_added_tokens_decoder().items()
-            if not token.special and token.content in template and token.content not in MARKS
-            and len(token.content) > 1 and BARS & set(token.content)}
+            if not token.special and TURN.search(token.content) and token.content in template}
 
 
 def sampling_defaults(folder: Path) -> dict[str, Any]:
