@@ -5,8 +5,8 @@ Rules:
    is refused, and the error names them.
 2. Each KV slot has a row of states, written in the step that wrote the KV. So there are rows also for tokens from the
    prefix cache, for a preempted request, and for a draft that connects late or again.
-3. They take at most ``most_bytes``: several slots share a place, and the newest one keeps it. A row belongs to a token
-   if both its slot and its token are those that were written. A missing row is a gap; the drafter begins after it.
+3. They take at most ``most_bytes``: a new row takes the place of the oldest. A row belongs to a token if both its slot
+   and its token are those that were written. A missing row is a gap; the drafter begins after it.
 4. They are kept as the engine made them. A spec's projection and dtype are applied when rows are sent.
 5. From a GPU the newest rows are copied on a separate stream, while the host reads the sampled tokens.
 
@@ -103,6 +103,8 @@ class FeatureStore:
         self._copy_stream: torch.cuda.Stream | None = None
         self._owners: Indices = np.zeros(0, np.int64)  # [places] the slot whose state is there; -1: none
         self._tokens: NDArray[np.int32] = np.zeros(0, np.int32)
+        self._places: Indices = np.zeros(1, np.int64)  # [slots] where each slot's newest row was put
+        self._next_place = 0
         self._rows: RowEncoder | None = None
         self._batch: Batch | None = None
         self._indices: dict[str, int] = {}
@@ -158,10 +160,10 @@ class FeatureStore:
         rows, tokens = offsets[indices] + steps, batch.tokens[indices, positions]
         if not (has_slot := slots >= 0).all():
             slots, rows, tokens = slots[has_slot], rows[has_slot], tokens[has_slot]
-        at = slots % len(self._owners)
+        at = self._take_places(slots)
         self._owners[at] = slots
         self._tokens[at] = tokens
-        # Of two slots with the same place the later one keeps it.
+        # Of more rows than there are places the last ones keep them.
         if not (is_newest := self._owners[at] == slots).all():
             at, rows = at[is_newest], rows[is_newest]
         if len(at):
@@ -182,8 +184,9 @@ class FeatureStore:
             return start, 0, b""
         positions = np.arange(start, int(batch.ends[index]), dtype=np.int64)
         slots = batch.slots(np.full(len(positions), index), positions)
-        at = slots % len(self._owners)
-        gaps = np.flatnonzero((self._owners[at] != slots) | (slots < 0)
+        known = (slots >= 0) & (slots < len(self._places))
+        at = self._places[np.where(known, slots, 0)]
+        gaps = np.flatnonzero((self._owners[at] != slots) | ~known
                               | (self._tokens[at] != batch.tokens[index, positions]))
         at = at[int(gaps[-1]) + 1 :] if len(gaps) else at
         end = int(batch.ends[index])
@@ -194,6 +197,15 @@ class FeatureStore:
         except torch.OutOfMemoryError:  # treated as a gap
             return end, 0, b""
         return end - len(at), len(at), b"".join(part.rows() for part in parts)
+
+    def _take_places(self, slots: Indices) -> Indices:
+        """The places that were taken longest ago, one for each of ``slots``."""
+        if len(slots) and (most := int(slots.max()) + 1) > len(self._places):
+            self._places = np.concatenate((self._places, np.zeros(2 * most - len(self._places), np.int64)))
+        taken: Indices = (self._next_place + np.arange(len(slots))) % len(self._owners)
+        self._next_place = (self._next_place + len(slots)) % len(self._owners)
+        self._places[slots] = taken
+        return taken
 
     def _send_newest(self, batch: Batch, taps: Sequence[torch.Tensor], offsets: Indices,
                      reads: Callable[[str], bool]) -> None:
