@@ -239,12 +239,16 @@ async def test_a_client_is_told_which_field_and_the_router_goes_on(tiny_folder: 
         ({"structured_outputs": {"json": {"$ref": "#"}}}, "structured_outputs"),
         ({"guided_grammar": COSTLY["a thread's stack"].source}, "guided_grammar"),
         ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
+        ({"guided_regex": "a", "structured_outputs": {"regex": "b"}}, "guided_regex"),
     ]
     async with target(tiny_folder, slots=4096) as rig, routing(tiny_folder, rig.service) as r:
         summed = await r.post(CHAT, messages=HELLO, guided_grammar=EBNF, max_tokens=6)
         assert summed.json()["choices"][0]["message"]["content"].startswith("sum ")
         choice = await r.post(CHAT, messages=HELLO, guided_choice=["yes", "no"])
         assert choice.json()["choices"][0]["message"]["content"] in ("yes", "no")
+        lark = 'start: x\nx[capture]: "yes" | "no"'  # guidance sends it by vLLM's older name and by the newer one
+        twice = await r.post(CHAT, messages=HELLO, guided_grammar=lark, structured_outputs={"grammar": lark})
+        assert twice.status_code == 200 and twice.json()["choices"][0]["message"]["content"] in ("yes", "no")
         for fields, named in asked:
             refused, served = await asyncio.gather(r.post(CHAT, messages=HELLO, **fields),
                                                    r.post(CHAT, messages=HELLO, max_tokens=2))

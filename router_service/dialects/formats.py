@@ -2,7 +2,8 @@
 ``guided_*``.
 
 Rules:
-1. One of them at most. Null, and ``response_format`` of type text, ask for nothing.
+1. They ask for one grammar at most; some clients send the same one by vLLM's older and newer names. Null, and
+   ``response_format`` of type text, ask for nothing.
 2. ``strict`` changes nothing: an answer always keeps to its schema.
 3. A schema that is too large is taken without its annotations, which may be most of it.
 4. A refusal names the field as the client wrote it.
@@ -44,9 +45,9 @@ def grammar_of(fields: Mapping[str, Any]) -> tuple[str, Grammar] | None:
     found: tuple[str, Grammar] | None = None
     for name, value in fields.items():
         grammar = FIELD_READERS[name](name, value)
-        if grammar is not None and found is not None:
+        if grammar is not None and found is not None and grammar != found[1]:
             raise InvalidRequest(name, f"cannot stand beside {found[0]}")
-        found = found if grammar is None else (name, grammar)
+        found = found if grammar is None else found or (name, grammar)
     return found
 
 
