@@ -65,6 +65,8 @@ SAID: dict[str, tuple[Style, str, Told]] = {
                    ("", "So.", [PARIS, NOW])),
     "two": (HERMES, "<think>\nHm.\n</think>\n\n" + f'<tool_call>\n{{"name": "weather", "arguments": {JSON}}}\n'
             '</tool_call>\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>', ("Hm.", "", [PARIS, NOW])),
+    "hermes, a tool that there is not": (
+        HERMES, '<tool_call>{"name": "rain", "arguments": {}}</tool_call>', ("", "", [("rain", {})])),
     "marks in a text": (HERMES, '<tool_call>{"name": "weather", "arguments": {"city": "</tool_call> \\"{\\\\"}}'
                                 "</tool_call>", ("", "", [("weather", {"city": '</tool_call> "{\\'})])),
     "qwen's coders": (HERMES, "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>"
@@ -123,6 +125,8 @@ SAID: dict[str, tuple[Style, str, Told]] = {
     "mistral, a list": (MISTRAL, f'[TOOL_CALLS] [{{"name": "weather", "arguments": {JSON}}}]', ("", "", [PARIS])),
     "mistral": (MISTRAL, f"[THINK]Hm.[/THINK]So:[TOOL_CALLS]weather[ARGS]{JSON}[TOOL_CALLS]now[CALL_ID]123456789[ARGS]"
                          "{}", ("Hm.", "So:", [PARIS, NOW])),
+    "mistral, no mark before arguments": (MISTRAL, f"[TOOL_CALLS]weather{JSON}[TOOL_CALLS]now{{}}",
+                                          ("", "", [PARIS, NOW])),
     "deepseek 3": (DEEPSEEK, f"{D.begin}{D.call}function{D.arguments}weather\n```json\n{JSON}\n```{D.end_call}{D.end}",
                    ("", "", [PARIS])),
     "deepseek 3.1": (DEEPSEEK, f"So:{D.begin}{D.call}weather{D.arguments}{JSON}{D.end_call}{D.call}now{D.arguments}{{}}"
@@ -147,6 +151,8 @@ SAID: dict[str, tuple[Style, str, Told]] = {
     "llama, other JSON behind words": (BARE, 'So: {"name": "Bob"}, {"name": "now", "x": [1}', (
         "", 'So: {"name": "Bob"}, {"name": "now", "x": [1}', [])),
     "llama, no tool of ours": (BARE, '{"name": "Bob", "parameters": 1}', ("", '{"name": "Bob", "parameters": 1}', [])),
+    "llama, a name that is no text": (
+        BARE, '{"name": {"first": "Bob"}, "parameters": {}}', ("", '{"name": {"first": "Bob"}, "parameters": {}}', [])),
     "words around calls": (
         HERMES, f'One. <tool_call>{{"name": "weather", "arguments": {JSON}}}</tool_call>\n'
                 '<tool_call>{"name": "now"}</tool_call> Two.\n', ("", "One. \n Two.\n", [PARIS, NOW])),
