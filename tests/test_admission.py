@@ -13,7 +13,7 @@ import pytest
 
 from router_service.admission import Admission
 from router_service.tenants import ANYONE, Tenant
-from slipstream.base.errors import CapacityError, QuotaExceeded
+from slipstream.base.errors import CapacityError, Draining, QuotaExceeded
 from slipstream.observe.metrics import RouterMetrics
 from tests.counted import counted
 from tests.opcodes import opcodes
@@ -318,6 +318,19 @@ async def test_who_is_let_in_and_gives_up_in_the_same_moment_gives_its_place_bac
     await asyncio.wait([leaving])
     assert leaving.cancelled() and (admission.in_flight, admission.queued) == (0, 0)
     admission.leave(await admission.enter(B, 1))
+
+
+async def test_who_waits_as_the_router_leaves_is_told_at_once_and_keeps_it_from_nothing() -> None:
+    admission = Admission(1, 100.0, RouterMetrics("tiny"))
+    place = await admission.enter(A, 1)
+    waiting = [asyncio.ensure_future(admission.enter(tenant, 1)) for tenant in (A, B)]
+    await asyncio.sleep(0)
+    assert admission.queued == 2
+    admission.close()
+    assert [type(told) for told in await asyncio.gather(*waiting, return_exceptions=True)] == [Draining] * 2
+    assert (admission.in_flight, admission.queued) == (1, 0)
+    admission.leave(place)
+    assert admission.in_flight == 0, "or it would not be seen to be idle"
 
 
 async def test_of_a_tenant_whose_last_answer_has_ended_nothing_is_kept() -> None:
