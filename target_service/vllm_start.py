@@ -105,6 +105,9 @@ def _drafting(config: Config, given: dict[str, Any]) -> dict[str, Any]:
         if key in given:
             raise ConfigError(f"target.engine.vllm.{key}: drafts of target.drafts need it; set target.drafts to [] for "
                               "vLLM's own")
+    if given.get("pipeline_parallel_size", 1) != 1:
+        raise ConfigError("target.engine.vllm.pipeline_parallel_size: vLLM mixes up the draft tokens of a pipeline's "
+                          "batches: take model.tensor_parallel, or set target.drafts to []")
     more = given.pop("additional_config", {})
     if not isinstance(more, Mapping) or not isinstance(own := more.get("slipstream", {}), Mapping):
         raise ConfigError("target.engine.vllm.additional_config: must be a table, as {slipstream: {layers: [2]}}")
@@ -212,14 +215,13 @@ def _engine(config: Config, folder: Path, name: str, stat_logger: type) -> Any:
 
 
 def check_layers(vllm_config: Any) -> None:
-    """Raises ConfigError for states of layers that vLLM's model does not give: a worker would name them, but the
-    service, minutes later, would say no more than that vLLM did not start."""
+    """Raises ConfigError for states of layers that vLLM's model has not: a worker would name them, but the service,
+    minutes later, would say no more than that vLLM did not start."""
     from slipstream_vllm.features import Taps
 
     options = vllm_config.additional_config["slipstream"]
     try:
-        Taps(tuple(options.get("layers", ())), vllm_config.model_config.hf_text_config.num_hidden_layers,
-             vllm_config.parallel_config.pipeline_parallel_size)
+        Taps(tuple(options.get("layers", ())), vllm_config.model_config.hf_text_config.num_hidden_layers)
     except ConfigError as error:
         raise ConfigError(f"target.engine.vllm.additional_config.{error}") from error
 

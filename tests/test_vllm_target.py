@@ -50,9 +50,9 @@ pytestmark = pytest.mark.usefixtures("servers_end")
 IDENTITY = Identity("of-its-weights", "float32", "none", "of-its-kind")
 PROMPT = tuple(SAID)
 ARGUMENTS = ["model", "tokenizer", "served_model_name", "dtype", "max_num_seqs", "max_model_len", "quantization",
-             "tensor_parallel_size", "structured_outputs_config", "speculative_config", "additional_config",
-             "worker_extension_cls", "per_request_spec_decode_metrics", "gpu_memory_utilization", "logprobs_mode",
-             "stream_interval"]
+             "tensor_parallel_size", "pipeline_parallel_size", "structured_outputs_config", "speculative_config",
+             "additional_config", "worker_extension_cls", "per_request_spec_decode_metrics", "gpu_memory_utilization",
+             "logprobs_mode", "stream_interval"]
 DRAFT = ("127.0.0.1:8052", True, "ngram", "")
 PLAIN = {"folder": "", "allowed_names": []}
 
@@ -920,6 +920,7 @@ def test_settings_become_vllms_arguments() -> None:
     (("target.engine={vllm: {additional_config: {slipstream: {features_gb: many}}}}",), "slipstream.features_gb"),
     (("target.engine={vllm: {speculative_config: {}}}",), "target.drafts"),
     (("target.engine={vllm: {logprobs_mode: raw_logits}}",), "logprobs_mode: raw_logits is not"),
+    (("target.engine={vllm: {pipeline_parallel_size: 2}}",), "pipeline_parallel_size: .* target.drafts to"),
     (("target.engine={vllm: {stream_interval: 8}}",), "stream_interval: tokens are told step by step"),
 ])
 def test_settings_that_contradict_are_refused_by_name(overrides: tuple[str, ...], words: str) -> None:
@@ -927,20 +928,16 @@ def test_settings_that_contradict_are_refused_by_name(overrides: tuple[str, ...]
         arguments(settings(*overrides), Path("/m"), "m", ARGUMENTS)
 
 
-def test_layers_that_the_model_does_not_give_are_refused_before_vllm_begins() -> None:
-    def shape(more: dict[str, Any], stages: int = 1) -> Any:
+def test_layers_that_the_model_has_not_are_refused_before_vllm_begins() -> None:
+    def shape(more: dict[str, Any]) -> Any:
         model = SimpleNamespace(hf_text_config=SimpleNamespace(num_hidden_layers=30))
-        return SimpleNamespace(additional_config=more, model_config=model,
-                               parallel_config=SimpleNamespace(pipeline_parallel_size=stages))
+        return SimpleNamespace(additional_config=more, model_config=model)
 
     for known in ({"slipstream": {}}, {"slipstream": {"layers": [2, 15, 30]}}):
         check_layers(shape(known))
     with pytest.raises(ConfigError, match=r"vllm\.additional_config\.slipstream\.layers: \[2, 40\] are not layers of a "
                                           "target with 30"):
         check_layers(shape({"slipstream": {"layers": [2, 40]}}))
-    check_layers(shape({"slipstream": {"layers": [30]}}, stages=2))
-    with pytest.raises(ConfigError, match=r"with pipeline_parallel_size there is 30 alone, .* not \[2, 15\]"):
-        check_layers(shape({"slipstream": {"layers": [2, 15, 30]}}, stages=2))
 
 
 @pytest.mark.parametrize("wrong", ["sglang", "{vllm: 3}", "{sglang: {}}", "3"])

@@ -73,7 +73,7 @@ def patch() -> None:
                                                scheduler_output.total_num_scheduled_tokens)
 
     GPUModelRunner.propose_draft_token_ids = propose_draft_token_ids
-    patch_taps(GPUModelRunner)
+    _patch_taps(GPUModelRunner)
     _patch_reach(GPUModelRunner)
     patch_sampling(GPUModelRunner)
     patch_seeds(GPUModelRunner)
@@ -81,14 +81,11 @@ def patch() -> None:
     patch_signals()
 
 
-def patch_taps(runner: Any) -> None:
-    """Let the model return the states of the configured layers; vLLM asks for them when it loads, before compiling.
-    Stages of a pipeline before the last get no proposer: there it is None, because 0.32 reads it all the same."""
+def _patch_taps(runner: Any) -> None:
+    """Let the model return the states of the configured layers; vLLM asks for them when it loads, before compiling."""
     inner = runner._setup_eagle3_aux_hidden_state_outputs
 
     def setup(self: Any) -> None:
-        if not hasattr(self, "drafter") and self.speculative_config is not None:
-            self.drafter = None
         states = getattr(getattr(self, "drafter", None), "states", None)
         if states is not None:
             if self.drafter.connects:

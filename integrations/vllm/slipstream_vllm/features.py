@@ -37,20 +37,15 @@ FinalNorm = Callable[[torch.Tensor], torch.Tensor]
 @dataclass(frozen=True, slots=True)
 class Taps:
     """The layers whose states are kept: ids as ``FeatureSpec.layers``, in the order in which drafts name them. Raises
-    ConfigError for ids that the target does not have, and for inner layers of a pipeline: vLLM does not hand those of
-    a stage to the next."""
+    ConfigError for ids that the target does not have."""
 
     layers: tuple[int, ...]
     num_layers: int  # of the target
-    stages: int = 1  # of its pipeline
 
     def __post_init__(self) -> None:
         if not all(0 <= layer <= self.num_layers for layer in self.layers):
             raise ConfigError(f"slipstream.layers: {list(self.layers)} are not layers of a target with "
                               f"{self.num_layers}")
-        if self.stages > 1 and self.inner:
-            raise ConfigError(f"slipstream.layers: with pipeline_parallel_size there is {self.num_layers} alone, the "
-                              f"last state, and not {list(self.inner)}: take tensor parallelism, or another drafter")
 
     @property
     def inner(self) -> tuple[int, ...]:

@@ -3,10 +3,11 @@
 ``Chains`` holds the sessions; this class connects it with the links and the target's states.
 
 Rules:
-1. vLLM's scheduler takes the proposals of one rank, the first of the last pipeline stage, and gives them to all ranks
-   with the next step. So only that rank drafts, the others propose nothing, and nothing has to be broadcast.
+1. vLLM's scheduler takes the proposals of one rank, the first, and gives them to all ranks with the next step. So only
+   that rank drafts, the others propose nothing, and nothing has to be broadcast.
 2. With ``external_launcher`` each rank has its own scheduler. Drafts that arrive later on one rank would make their
-   steps differ, so that is refused.
+   steps differ, so that is refused. So is a pipeline: vLLM schedules draft tokens behind a token that it does not
+   know yet, because the step before is still computed, and then ends.
 
 It knows nothing of vLLM's batch: an adapter reads that.
 """
@@ -58,7 +59,7 @@ class RemoteDrafter:
         # Imported here, so that importing this package does not import torch.
         from slipstream_vllm.features import FeatureStore, Taps
 
-        taps = Taps(options.layers, text.num_hidden_layers, vllm_config.parallel_config.pipeline_parallel_size)
+        taps = Taps(options.layers, text.num_hidden_layers)
         self.states = FeatureStore(taps, int(options.features_gb * (1 << 30))) if options.layers else None
         self.chains = Chains(options.section(speculative.num_speculative_tokens), metrics, states=self.states,
                              on_step=step_reporter())
@@ -83,13 +84,15 @@ class RemoteDrafter:
 
 
 def is_drafting_rank(parallel: Any) -> bool:
-    """Whether the rank that ``parallel`` (vLLM's ``ParallelConfig``) describes is the one that drafts (rule 1). Stages
-    of a pipeline before the last have no proposer. Raises ConfigError."""
+    """Whether the rank that ``parallel`` (vLLM's ``ParallelConfig``) describes is the one that drafts (rule 1). Raises
+    ConfigError (rule 2)."""
     if parallel.world_size > 1 and parallel.distributed_executor_backend == "external_launcher":
         raise ConfigError("distributed_executor_backend: external_launcher runs a scheduler in each rank, which remote "
                           "drafts would part; use mp or ray")
-    last = parallel.tensor_parallel_size * parallel.prefill_context_parallel_size
-    return bool(parallel.rank == parallel.world_size - last)
+    if parallel.pipeline_parallel_size > 1:
+        raise ConfigError("pipeline_parallel_size: vLLM 0.32 mixes up the draft tokens of a pipeline's batches; use "
+                          "tensor parallelism, or leave out --speculative-config")
+    return bool(parallel.rank == 0)
 
 
 def step_reporter() -> Callable[[StepReport], None] | None:
