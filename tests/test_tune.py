@@ -19,7 +19,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from slipstream.base.config import Config, DraftSection, GrowthSection, ModelSection, PolicySection, load
-from slipstream.base.errors import ConfigError, Unavailable
+from slipstream.base.errors import ConfigError, ModelError, Unavailable
 from slipstream.cli.commands import app
 from slipstream.cli.tuning import RemoteDraft, load_prompts, parse_numbers, with_pair
 from slipstream.cli.tuning import run as tune
@@ -280,9 +280,7 @@ def test_drafts_that_do_not_pay_cost_nothing_on_cores_that_both_have(monkeypatch
 @pytest.mark.parametrize(("wrong", "named"), [
     (lambda: parse_numbers("--steps", "1;2", 16), "--steps"),
     (lambda: parse_numbers("--topk", "0,4", 16), "between 1 and 16"),
-    (lambda: with_pair(Config(), "", "", "eagle2"), "--head"),
     (lambda: with_pair(Config(), "", "x", "eagle9"), "eagle9"),
-    (lambda: with_pair(Config(), "none-has-one", "", ""), "--head"),
     (lambda: tune(Config(), {"--steps": "2", "--topk": "1", "--nodes": "2"}, None, 8, 0.0, RemoteDraft(0.001), False,
                   Path("/none/x.yaml"), Console()), "--out: cannot write /none/x.yaml: there is no folder /none"),
     (lambda: tune(Config(), {"--steps": "2", "--topk": "1", "--nodes": "2"}, None, 8, 0.0,
@@ -312,6 +310,14 @@ def test_a_draft_that_serving_would_refuse_is_not_tuned(tiny_folder: Path, tiny_
     assert isinstance(result.exception, ConfigError), result.output
     assert f"--head: the vocabulary of {other} differs from the target's" in str(result.exception)
     assert not (tmp_path / "tuned.yaml").exists()
+
+
+@pytest.mark.parametrize("drafter", ["", "eagle2"])
+def test_a_head_is_asked_for_where_the_target_is_there_and_has_none(drafter: str, tiny_folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^--head: which eagle"):
+        with_pair(Config(), str(tiny_folder), "", drafter)
+    with pytest.raises(ModelError, match=r"^no model 'smolm'"):  # misspelt; it asked for a head
+        with_pair(Config(), "smolm", "", drafter)
 
 
 def test_the_shipped_head_is_tuned_where_none_is_named() -> None:

@@ -61,13 +61,14 @@ def parse_numbers(option: str, text: str, maximum: int) -> list[int]:
 
 def with_pair(config: Config, target: str, head: str, drafter: str) -> Config:
     """``config`` with the values of the command line ("": not given), and the shipped head where none is named. Raises
-    ConfigError when there is none."""
+    ConfigError when there is none, ModelError where there is no such target."""
     if drafter and drafter not in ("eagle3", "eagle2", "block", "mtp", "standalone"):
         raise ConfigError(f"--drafter {drafter}: choose eagle3, eagle2, block, mtp or standalone")
     model = config.model.model_copy(update={"path": target or config.model.path})
     draft = config.draft if head or drafter else resolve_draft_section(config.draft, model)
     kind = drafter or (draft.drafter if draft.drafter not in ("auto", "ngram") else "eagle3")
     if not head and not draft.model and kind != "mtp":
+        resolve(model.path)  # if it is misspelt, that is why no head is known
         raise ConfigError(f"--head: which {kind} head or draft model? give its name or folder")
     draft = draft.model_copy(update={"drafter": kind, "model": head or draft.model})
     return config.model_copy(update={"draft": draft, "model": model})
