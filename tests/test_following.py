@@ -322,6 +322,30 @@ def test_a_draft_that_comes_and_goes_while_nobody_looks_is_taken_once_and_holds_
     assert not target.pool.is_usable(link)
 
 
+def test_drafts_are_counted_before_an_idle_engine_looks() -> None:
+    """Inside vLLM nothing looks before the first request: for as long the page said that no draft was connected. Those
+    that stand aside are left out as soon as it does look."""
+    metrics, hello = TargetMetrics("function"), DraftHello(PROTOCOL_VERSION, 0, "head", 0, "", SPEC, 0, 4096, 16, 8)
+    target = Following(TargetSection(drafts=()), StepCosts({1: STEP_S}), metrics, lambda _: True)
+
+    def connected() -> float:
+        page = metrics.registry.page("")[1].decode()
+        return float(next(line for line in page.splitlines() if line.startswith("slipstream_drafts_con")).split()[-1])
+
+    links = [Heard(str(number)) for number in range(3)]
+    for number, link in enumerate(links, 1):
+        target.link_up(link, hello if number < 3 else replace(hello, features=replace(SPEC, layers=(0,))))
+        assert connected() == number
+    target.inbox.drain()
+    assert connected() == 2, "one stands aside"
+    target.link_down(links[2], "unavailable")
+    target.inbox.drain()
+    assert connected() == 2
+    for number, link in enumerate(links[:2]):
+        target.link_down(link, "unavailable")
+        assert connected() == 1 - number
+
+
 def test_nonsense_parts_the_drafter_and_a_lost_one_costs_nothing() -> None:
     target, link = following(), Heard()
     target.link_up(link, SILENT)

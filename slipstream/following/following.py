@@ -197,12 +197,14 @@ class Following:
     # From any thread.
 
     def link_up(self, link: Link, hello: DraftHello) -> None:
+        self._metrics.drafts_connected(len({*self._link_states, link}))  # an idle engine may not look for days
         self._link_states[link] = LinkState(hello)
         self._post_change(link)
 
     def link_down(self, link: Link, reason: str) -> None:
         if (link_state := self._link_states.get(link)) is not None:
             link_state.end_reason, link_state.hello = reason, None  # a hello may have many megabytes
+            self._metrics.drafts_connected(len(self._link_states) - 1)
             del self._link_states[link]
         self._post_change(link)
 

@@ -123,6 +123,7 @@ class DraftPool:
             self._activate(link, member)
         else:
             self._choose_spec()
+        self._update_gauge()
 
     def _with_known_weights(self, hello: DraftHello) -> DraftHello:
         """The same with the weights of a projection that another drafter has brought: they are kept once."""
@@ -204,6 +205,7 @@ class DraftPool:
             self._metrics.drafter_lost(reason)
         self._problems.pop(link.address, None)  # what was found out is about this connection
         self._choose_spec()
+        self._update_gauge()
 
     def _deactivated(self, link: Link) -> None:
         """It gets no sessions any more."""
