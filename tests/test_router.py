@@ -288,6 +288,9 @@ REFUSED: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (CHAT, {"temperature": -1}, 400, "temperature", "invalid_value"),
     (CHAT, {"temperature": "1"}, 400, "temperature", "invalid_value"),
     (CHAT, {"top_p": -0.1}, 400, "top_p", "invalid_value"),
+    *((CHAT, {name: value}, 400, name, "invalid_value") for name, value in {
+        "temperature": 101, "top_p": 1.1, "min_p": 1.1, "top_k": 1 << 31, "presence_penalty": 2.1,
+        "frequency_penalty": -2.1, "repetition_penalty": 0}.items()),
     (CHAT, {"n": 129}, 400, "n", "invalid_value"),
     (CHAT, {"n": 0}, 400, "n", "invalid_value"),
     (CHAT, {"stop": ["a"] * 33}, 400, "stop", "invalid_value"),
