@@ -74,6 +74,7 @@ class Runner:
         self.computed = dict.fromkeys(texts, 0)
         self.blocks = blocks
         self.input_batch = SimpleNamespace(vocab_size=260)
+        self.num_sharing = 1  # ranks that have a part of each text's KV
         self.set_groups("full")
 
     def set_groups(self, *kinds: str) -> None:
@@ -109,7 +110,8 @@ class Runner:
             table[place, : len(self.blocks[request])] = self.blocks[request]
         # A window's blocks go round, and the table still names those of the tokens before it.
         tables = {"full": table, "window": np.where(table, 1 + table % 2, 0)}
-        batch.block_table = [SimpleNamespace(block_size=BLOCK, get_numpy_array=lambda blocks=tables[kind]: blocks)
+        batch.block_table = [SimpleNamespace(block_size=BLOCK, dcp_world_size=self.num_sharing,
+                                             get_numpy_array=lambda blocks=tables[kind]: blocks)
                              for kind in (group.kv_cache_spec for group in self.kv_cache_config.kv_cache_groups)]
         total = {request: count + len(chains.get(request, ())) for request, count in scheduled.items()}
         output = SimpleNamespace(finished_req_ids=set(), scheduled_spec_decode_tokens=dict(chains),
@@ -271,6 +273,17 @@ def test_where_layers_see_a_window_rows_are_kept_by_the_blocks_of_those_that_see
     engine.step({"a": 1, "b": 1})
     for request in ("a", "b"):
         assert engine.told(request) == everything(engine, request)
+
+
+def test_where_ranks_share_the_kv_of_a_text_rows_of_all_of_it_are_kept() -> None:
+    """With decode_context_parallel_size 2 the half of each block is another rank's."""
+    runner = Runner({"a": PROMPT}, {"a": range(1, 5)})
+    runner.num_sharing = 2
+    engine = Engine(runner)
+    engine.comes()
+    engine.step({"a": len(PROMPT)})
+    engine.step({"a": 1})
+    assert engine.told("a") == everything(engine, "a")
 
 
 def test_the_newest_rows_are_kept_wherever_vllm_puts_their_kv() -> None:

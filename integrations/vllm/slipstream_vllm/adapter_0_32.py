@@ -260,7 +260,7 @@ def text_of(texts: Any, index: int, length: int, vocab_size: int) -> list[int]:
 def batch_of(runner: Any, scheduler_output: Any, sampled: list[list[int]], is_lasting: Callable[[Any], bool]) -> Batch:
     """The rows and KV blocks of each request in the step, for ``features``. The blocks are those of the first KV group
     whose spec ``is_lasting``, or else of the first. In a group of sliding windows vLLM gives blocks before the window
-    to others, and the runner's table does not say so."""
+    to others, and the runner's table does not say so. With decode context parallelism a block is one of each rank."""
     batch, groups = runner.input_batch, runner.kv_cache_config.kv_cache_groups
     lasting = next((index for index, group in enumerate(groups) if is_lasting(group.kv_cache_spec)), 0)
     count, table = len(batch.req_ids), batch.block_table[lasting]
@@ -270,4 +270,4 @@ def batch_of(runner: Any, scheduler_output: Any, sampled: list[list[int]], is_la
     # The newest token has no KV yet; later rows are those of refused draft tokens.
     ends = np.where(new > 0, batch.num_tokens_no_spec[:count] - 1, computed + scheduled)
     return Batch(list(batch.req_ids), scheduled, computed, ends, new, batch.token_ids_cpu, table.get_numpy_array(),
-                 table.block_size)
+                 table.block_size * table.dcp_world_size)
