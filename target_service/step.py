@@ -3,7 +3,7 @@
 Rules of a schedule:
 1. First come, first served: answers are admitted, prefilled and kept in order of arrival, where owners take turns:
    the first of each, then the second of each. The oldest always advances, so no answer starves; when slots run out, the
-   last in that order is put back and computed again later.
+   last in that order is put back and computed again later. A new one leaves running ones room to grow.
 2. Rows go first to answers that decode, one each, then to prompts, chunk by chunk, so long prompts do not stop running
    answers. A scored row counts as ``SCORED_ROW_COST`` rows. The step that ends a prompt chooses the first token, too.
 3. Trees get equal parts of the rows that are left, and are made smaller before an answer is put back: drafts may fail,
@@ -76,6 +76,7 @@ STEP_ROWS = {"cpu": 512, "cuda": 1024}
 
 
 MAX_EXAMINED = 256  # waiting answers that one step looks at
+ROOM_TO_GROW = 16  # tokens of each running answer: one admitted in their place would soon be put back, again and again
 SCORED_ROW_COST = 2  # a scored row counts as so many rows: the head may cost as much as all layers before it
 
 
@@ -107,9 +108,10 @@ class Schedule:
 
 
 def schedule(running: abc.Sequence[SequenceInfo], waiting: abc.Sequence[SequenceInfo], free_slots: int,
-             limits: Limits) -> Schedule:
+             limits: Limits, growth: int = 0) -> Schedule:
     """The next step. ``running`` and ``waiting`` are in the order of rule 1; ``free_slots`` includes slots that the
-    prefix cache would give up. An answer in ``waiting`` needs ``prefill + 1`` slots to begin."""
+    prefix cache would give up. An answer in ``waiting`` needs ``prefill + 1`` slots to begin, besides those for the
+    ``growth`` of running ones."""
     ready = [info for info in running if not info.num_prefill and not info.waits]
     slots_left = free_slots
     still_running = list(running)
@@ -141,7 +143,7 @@ def schedule(running: abc.Sequence[SequenceInfo], waiting: abc.Sequence[Sequence
         return Schedule(tuple(put_back))
     # Slots that running prompts still need are not given to new answers.
     reserved = num_prefill - sum(rows for _, rows in prefill)
-    admit = () if put_back else _select_admitted(waiting, len(still_running), slots_left - reserved, limits)
+    admit = () if put_back else _select_admitted(waiting, len(still_running), slots_left - reserved - growth, limits)
     return Schedule(tuple(put_back), admit, tuple(prefill), tuple(verify))
 
 
@@ -172,7 +174,7 @@ def _select_admitted(waiting: abc.Sequence[SequenceInfo], num_running: int, slot
         # In order, or a long prompt would wait for ever behind short ones.
         if num_running + len(admitted) >= limits.max_running or info.num_prefill + 1 > slots_left:
             break
-        slots_left -= info.num_prefill + 1
+        slots_left -= info.num_prefill + 1 + ROOM_TO_GROW
         admitted.append(info.key)
     return tuple(admitted)
 
@@ -234,9 +236,11 @@ class Queues:
                 infos.append(SequenceInfo(number, freed_slots, 0, num_nodes, False))
         limits = shedding.limits()
         num_places = max(0, limits.max_running - len(self.running))
-        admissible = (self._admissible(round_robin(self.waiting, num_by_owner), num_places, kv)
-                      if num_places and self.waiting else [])
-        return schedule(infos, admissible, free_slots, limits), awaiting_drafts
+        admissible, growth = list[SequenceInfo](), 0
+        if num_places and self.waiting:
+            admissible = self._admissible(round_robin(self.waiting, num_by_owner), num_places, kv)
+            growth = sum([min(ROOM_TO_GROW, sequence.followed.num_left) for sequence in self.running])
+        return schedule(infos, admissible, free_slots, limits, growth), awaiting_drafts
 
     def _admissible(self, sequences: abc.Sequence[Sequence], num_places: int, kv: KV) -> list[SequenceInfo]:
         """The first ``num_places`` of ``sequences`` whose next tokens no other answer is computing. It stops at an

@@ -139,7 +139,7 @@ async def test_an_answer_that_moves_goes_on_as_it_would_have(moved_after: int, f
 
 async def test_answers_that_push_each_other_out_keep_their_place(folders: dict[str, Path],
                                                                  plain: dict[str, list[list[Piece]]]) -> None:
-    async with (target(folders["target"], slots=160, prefix_cache=False) as rig,
+    async with (target(folders["target"], slots=145, prefix_cache=False) as rig,
                 drafting(drafter("noisy", folders)) as peers, local_link(rig, peers)):
         answers = await asyncio.gather(*(rig.answer(request) for request in requests(SAMPLINGS["T1.0"])))
         assert [tokens_of(pieces) for pieces in answers] == [tokens_of(pieces) for pieces in plain["T1.0"]]

@@ -129,8 +129,8 @@ async def test_on_the_kernels_a_greedy_answer_has_its_prompt_scored(others: int,
 
 async def test_an_answer_that_is_put_back_is_scored_once(folders: dict[str, Path], right: torch.Tensor) -> None:
     """So few slots that answers push each other out, in the midst of their prompts, too."""
-    async with target(folders["target"], limits=FEW, slots=176) as rig:
-        found = await asyncio.gather(*(rig.answer(asked(max_tokens=40)) for _ in range(4)))
+    async with target(folders["target"], limits=FEW, slots=240) as rig:
+        found = await asyncio.gather(*(rig.answer(asked(max_tokens=80)) for _ in range(4)))
         assert rig.count("preemptions_total") > 0
         await rig.check()
     for pieces in found:

@@ -151,6 +151,20 @@ def test_answers_that_share_their_prompt_are_put_back_and_come_again(tiny_folder
     assert all(said(pieces) == wanted for pieces in told)
 
 
+def test_answers_that_grow_beyond_the_slots_are_not_put_back_again_and_again(tiny_folder: Path) -> None:
+    """Each answer that ended let one in for whose first tokens there was no room: it was put back at once."""
+    metrics = TargetMetrics("tiny")
+    worker = target(tiny_folder, metrics, slots=600, prefix_cache=False)
+    told: list[Told] = [[] for _ in range(40)]
+    for number, pieces in enumerate(told, start=2):
+        prompt = tuple(range(number, number + 20))
+        worker.add_request(number, Request(str(number), prompt, Sampling(), 40 + 7 * number % 40), pieces.append)
+    finished(worker)
+    put_back = re.search(r"preemptions_total\{.*\} (.*)", metrics.registry.page("")[1].decode())
+    assert put_back is not None and 0 < float(put_back[1]) < 40, put_back[1]
+    assert all(said(pieces) for pieces in told)
+
+
 def test_who_waits_for_a_prompt_holds_nobody_up(tiny_folder: Path) -> None:
     worker = target(tiny_folder, limits=Limits(2, 64, 16))
     alike: list[Told] = [Told() for _ in range(5)]
