@@ -74,6 +74,9 @@
 {{- if ne (mod $all $nodes) 0 -}}
 {{- fail (printf "target.nodes is %d, among which %d ranks (config.model.tensor_parallel by vLLM's pipeline_parallel_size) cannot be shared evenly" $nodes $all) -}}
 {{- end -}}
+{{- if and (gt (int (default 1 $stages)) 1) (gt (int .Values.draft.replicas) 0) -}}
+{{- fail (printf "pipeline_parallel_size is %d, which vLLM cannot do with drafts: use config.model.tensor_parallel, or set draft.replicas=0" (int $stages)) -}}
+{{- end -}}
 {{- $ranks := div $all $nodes | int -}}
 {{- $gpus := get (default dict (default dict .Values.target.resources).limits) "nvidia.com/gpu" -}}
 {{- if and (hasPrefix "cuda" (default "cpu" $model.device)) (gt $all 1) $gpus (ne (int $gpus) $ranks) -}}
