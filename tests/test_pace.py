@@ -7,9 +7,11 @@ import time
 from collections.abc import Sequence
 from itertools import count
 
+import numpy as np
+
 from slipstream.base.errors import RemoteProtocolError
 from slipstream.protocol.conduct import MAX_BURST_S, Pace
-from slipstream.protocol.messages import DraftBound, Growth, TargetBound
+from slipstream.protocol.messages import Commit, DraftBound, Features, Growth, TargetBound
 from slipstream.wire.codec import FrameLimits, decode_draft_frame, encode_draft_frames, encode_target_frames
 from slipstream.wire.link import Outbox, Pumps, WireCounts
 from tests.test_wire import DRAFT, HELLO
@@ -82,3 +84,17 @@ async def test_a_stream_rests_between_frames_of_a_flood() -> None:
     await pumps.run(line, enough())
     assert time.monotonic() - began_s >= 3 * MAX_BURST_S / 2, "it was read as fast as it came"
     assert line.frames == 6
+
+
+async def test_rows_of_more_prompts_than_a_stream_carries_do_not_end_it() -> None:
+    """It ended every few seconds, with the drafts of all sessions, and what came next had to carry all rows again."""
+    box: Outbox[Features | Commit] = Outbox(max_batches=100, max_bytes=1000)
+    taken = list[Features | Commit]()
+    for n in range(40):
+        box.send([Features(n, 0, bytes(300), 1, "float32"), Commit(1, n, np.array([5], np.int32))])
+        if n % 4 == 3:  # a quarter of what is sent
+            taken += box.take(300)
+    taken += box.take(1 << 20)
+    assert [item.base for item in taken if isinstance(item, Commit)] == [*range(40)]
+    rows = [item.session for item in taken if isinstance(item, Features)]
+    assert 10 <= len(rows) < 20 and rows[-1] > 30, "as many as it carries, until the end"

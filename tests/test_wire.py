@@ -499,8 +499,8 @@ def test_local_link_refuses_a_draft_that_does_not_fit() -> None:
 
 
 async def test_an_outbox_takes_by_weight_and_forgets_after_overflow() -> None:
-    box: Outbox[Features] = Outbox(max_batches=100, max_bytes=1000)
-    chunks = [Features(1, n, bytes(300), 1, "float32") for n in range(3)]
+    box: Outbox[Commit] = Outbox(max_batches=100, max_bytes=1000)
+    chunks = [Commit(1, n, np.array([5], np.int32), Features(1, n, bytes(300), 1, "float32")) for n in range(3)]
     for chunk in chunks:
         box.send([chunk])
     assert box.take(600) == chunks[:2] and box.take(600) == chunks[2:]

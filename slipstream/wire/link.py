@@ -14,7 +14,8 @@ Rules of a stream:
 1. What is sent may come from any thread and never blocks; what was sent together stays together and in order.
 2. The writer takes all waiting items at once, so several of them become one frame.
 3. The waiting items have a limit. Beyond it all of them are dropped and the stream ends with CapacityError, because a
-   gap cannot be repaired item by item.
+   gap cannot be repaired item by item. Feature rows of prompts alone are left out before that, while more of them wait
+   than the stream carries: a drafter goes on behind a gap, and a new stream would have to carry all of them again.
 4. A frame of another stream is dropped, and a bad item is a fault of its session. Bytes that are no frame, or more
    items than allowed, end the stream with RemoteProtocolError.
 5. A peer is read at a limited pace, and not at all while too much of its input waits (``is_full``): flow control then
@@ -80,6 +81,7 @@ Received = TypeVar("Received")
 READ_SHARE = 0.25  # of a thread's time, to read one peer: answers for 256 requests every 20 ms take that
 POLL_S = 0.005  # between two checks whether a peer may be read again
 MAX_BYTES = 256 << 20
+SLOW_PART = 3  # of MAX_BYTES: where so much waits, prompts come faster than the stream carries their rows
 EXPORT_S = 0.5
 
 
@@ -123,14 +125,12 @@ class Outbox(Generic[Item]):
 
     def send(self, items: Sequence[Item]) -> None:
         """Nothing happens once the outbox is closed or has failed."""
-        num_bytes = 0
-        for item in items:
-            features = item.features if isinstance(item, Commit) else item
-            if isinstance(features, Features):
-                num_bytes += len(features.rows)
         with self._lock:
+            if self._queued_bytes > self._max_bytes // SLOW_PART:
+                items = [item for item in items if not isinstance(item, Features)]
             if self._closed or not items:
                 return
+            num_bytes = _num_row_bytes(items)
             needs_wake = not self._batches  # else the loop has been woken, and has not taken all
             self._batches.append((items, num_bytes))
             self._queued_bytes += num_bytes
@@ -179,6 +179,11 @@ class Outbox(Generic[Item]):
         self._error = self._error or error
         with contextlib.suppress(RuntimeError):  # the loop is closed: so is the stream
             self._loop.call_soon_threadsafe(self._failed.set)
+
+
+def _num_row_bytes(items: Sequence[object]) -> int:
+    found = (item.features if isinstance(item, Commit) else item for item in items)
+    return sum([len(features.rows) for features in found if isinstance(features, Features)])
 
 
 class ByteStream(Protocol):
