@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slipstream.base.config import PolicySection
-from slipstream.decision.beliefs import FIRST_TEXTS, Acceptance, Beliefs, Ledger, StepCosts, whole_context
+from slipstream.decision.beliefs import FIRST_TEXTS, FORGET_AFTER, Acceptance, Beliefs, Ledger, StepCosts, whole_context
 from slipstream.decision.decide import Mode, Round, RoundInputs, SessionState
 from slipstream.decision.policy import PROBE_AFTER_S, SpeculationPolicy
 
@@ -44,6 +44,21 @@ def test_a_few_slow_steps_do_not_make_a_row_count_dear_for_ever() -> None:
     for _ in range(10_000):  # none has eight rows now, as they do not pay
         costs.observe(1, 0.010)
     assert costs.cost(8) == pytest.approx(0.0125, rel=0.03) and costs.cost(1) == pytest.approx(0.010, rel=0.01)
+
+
+def test_slow_first_steps_with_drafts_do_not_end_speculation_in_an_engine_whose_costs_are_a_guess() -> None:
+    """Engines compile in the first steps of each kind."""
+    costs = StepCosts({1: 0.0200, 8: 0.0205, 64: 0.024}, guessed=True)
+    for _ in range(100):
+        costs.observe(1, 0.010)
+    for _ in range(3):
+        costs.observe(8, 1.0)
+    assert costs.cost(8) > 0.1
+    for _ in range(FORGET_AFTER + 1):  # plain ones, as drafts do not pay
+        costs.observe(1, 0.010)
+    assert costs.cost(8) == pytest.approx(0.01025, rel=0.01)
+    costs.observe(8, 0.012)
+    assert costs.cost(8) == pytest.approx(0.012, rel=0.01) and costs.cost(1) == pytest.approx(0.010, rel=0.01)
 
 
 def test_behind_a_long_text_fewer_draft_tokens_pay() -> None:

@@ -23,6 +23,7 @@ from slipstream.decision.beliefs import (
 )
 from slipstream.decision.decide import IDLE_TOKENS, Decision, Mode, Round, RoundInputs
 from slipstream.decision.policy import MIN_DWELL_S, PROBE_AFTER_S, PROBE_MAX_S, SpeculationPolicy
+from slipstream.following.chains import GUESSED_COSTS
 from tests.simulated import PROFILE, Simulation, World, always, steps
 
 CONFIG = PolicySection()
@@ -232,6 +233,17 @@ def test_a_profile_that_is_wrong_about_trees_is_found_out(seed: int) -> None:
     simulation = played(World(verify_factor=always(4.0)), 60, seed)
     assert simulation.first(Mode.SHADOW, 0) < 15, (seed, simulation.transitions)
     assert simulation.overhead(20, 60) <= SETTLED, seed
+
+
+@pytest.mark.parametrize(("others", "seconds", "least", "most"), [
+    (0.0, 1.0, 0.0, 0.5), (7.0, 1.0, 0.0, 0.9), (0.0, 60.0, 0.95, 1.02), (7.0, 60.0, 0.95, 1.02)])
+def test_slow_steps_with_drafts_in_an_engine_whose_costs_are_a_guess(others: float, seconds: float, least: float,
+                                                                    most: float) -> None:
+    """Slow at first only, as engines compile: speculation returns. Always slow: it stays off."""
+    world = World(verify_factor=steps((0.0, 10.0), (seconds, 1.0)), others=always(others))
+    simulation = Simulation(world, CONFIG, beliefs=Beliefs(StepCosts(GUESSED_COSTS, guessed=True), lockstep=True))
+    simulation.run(60)
+    assert least < simulation.overhead(20, 60) < most, simulation.transitions
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -180,6 +180,7 @@ class ExplorationBudget:
 
 NEAR_RATE = 0.15  # of a surprise that changes the cost of row counts near the measured one
 FAR_RATE = 0.03  # and of all row counts: a machine under load is slower everywhere
+FORGET_AFTER = 512  # steps: then what a guess has learnt of row counts that none was near is forgotten
 FADE_RATE = 0.0005  # of what is believed beyond the profile's shape, or of reading, for each step that does not show it
 BUSY_AT_START = math.log(1.25)  # one of the first steps that takes so much less says that the profile is too high
 MAX_SURPRISE = math.log(4.0)  # one odd step counts as no more than this
@@ -216,8 +217,9 @@ class StepCosts:
     reading takes falls, to the READ_DOUBT-th part of what was measured at start.
 
     A profile may be a guess: then the first steps near a row count say what it costs, the first of all what height the
-    others have, and those beside two that were seen stand on the line through them. What is never tried stays a
-    guess, so it says of which row counts a step is ``due``.
+    others have, and those beside two that were seen stand on the line through them. After FORGET_AFTER steps elsewhere
+    a row count is a guess again: in many engines the first steps with drafts compile, and are slow. What is never
+    tried stays a guess, so it says of which row counts a step is ``due``.
     """
 
     __slots__ = ("_costs", "_factors", "_last_observed", "_least_read_s", "_num_corrections", "_num_seen", "_observed",
@@ -350,6 +352,17 @@ class StepCosts:
         num_seen[nearest] += 1
         self.skip_step()
         self._last_observed[nearest] = self._observed
+        self._forget(num_seen)
+
+    def _forget(self, num_seen: list[int]) -> None:
+        # What no step was near for long has the shape of the guess again, at the lowest height that is known.
+        old = [point for point, observed in enumerate(self._last_observed) if self._observed - observed > FORGET_AFTER]
+        if not old:
+            return
+        self._visited = [point for point in self._visited if point not in old]
+        lowest = min([self._factors[point] for point in self._visited])
+        for point in old:
+            num_seen[point], self._factors[point] = 0, lowest
 
     def skip_step(self) -> None:
         """A step that says nothing about row counts: it computed prompts."""
