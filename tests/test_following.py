@@ -249,7 +249,7 @@ def test_rows_are_asked_for_and_sent_in_order() -> None:
 
 def test_rows_of_all_texts_at_once_do_not_end_the_stream() -> None:
     """A draft that comes back to a full house is told all texts in one frame: of what is too much the newest
-    rows of the first are told."""
+    rows of each are told."""
     target, link, wide = following(lambda _: True), Heard(), FeatureSpec((1,), 1 << 18, "float32")
     target.link_up(link, DraftHello(PROTOCOL_VERSION, 0, "head", 0, "", wide, 0, 4096, 16, 64))
     target.inbox.drain()
@@ -264,7 +264,8 @@ def test_rows_of_all_texts_at_once_do_not_end_the_stream() -> None:
     told = [(item.start + item.num_rows, len(item.rows)) for item in link.items if isinstance(item, Features)]
     assert {end for end, _ in told} == {count}
     assert MAX_BYTES / 4 < sum(size for _, size in told) <= MAX_BYTES / 2
-    assert sum(isinstance(item, Open) for item in link.items) == len(ones)
+    assert sum(isinstance(item, Open) for item in link.items) == len(told) == len(ones)
+    assert len({size for _, size in told}) == 1, "the first had nearly all of it, the others nothing"
     assert ones[0].missing_rows_from(count + 5) == count, "the next frame has room again"
 
 

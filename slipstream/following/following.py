@@ -41,7 +41,7 @@ from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.trace import Trace, commit_key, growth_key
 from slipstream.protocol.conduct import FaultRate
-from slipstream.protocol.messages import Commit, DraftBound, DraftHello, Features, Growth, Link, TargetBound
+from slipstream.protocol.messages import Commit, DraftBound, DraftHello, Features, Growth, Link, Open, TargetBound
 from slipstream.protocol.requests import Sampling
 from slipstream.protocol.session import Doubt, TargetSide
 from slipstream.protocol.tree import DraftTree
@@ -121,14 +121,15 @@ class LinkState:
 
 class FrameBuffer:
     """The items of sessions for links that are up. A drafter that stands aside also gets its sessions' Close. Feature
-    rows for one flush are limited by ``free_row_bytes``."""
+    rows for one flush are limited by ``free_row_bytes``: sessions that are opened together have equal parts."""
 
-    __slots__ = ("_due", "_items", "_row_bytes")
+    __slots__ = ("_due", "_items", "_num_opened", "_row_bytes")
 
     def __init__(self) -> None:
         self._items: dict[Link, list[DraftBound]] = {}
         self._due: dict[Link, None] = {}  # whose items leave with the next flush, in order
         self._row_bytes = Counter[Link]()  # bytes of feature rows among them, but for those of commits
+        self._num_opened = Counter[Link]()  # openings among them
 
     def link_up(self, link: Link) -> None:
         self._items[link] = []
@@ -143,18 +144,23 @@ class FrameBuffer:
             return
         if isinstance(item, Features):
             self._row_bytes[link] += len(item.rows)
+        elif isinstance(item, Open):
+            self._num_opened[link] += 1
         items.append(item)
         if not isinstance(item, Commit) or item.wanted or len(items) >= MAX_HELD_COMMITS:
             self._due[link] = None
 
     def free_row_bytes(self, link: Link | None) -> int:
-        """Bytes of feature rows that may still be sent to it with the next flush."""
-        return 0 if link is None else max(0, MAX_ROW_BYTES - self._row_bytes[link])
+        """Bytes of a session's feature rows that may still be sent to it with the next flush."""
+        if link is None:
+            return 0
+        return max(0, min(MAX_ROW_BYTES - self._row_bytes[link], MAX_ROW_BYTES // (self._num_opened[link] or 1)))
 
     def flush(self) -> bool:
         """Returns whether anything left."""
         due, self._due = self._due, {}
         self._row_bytes.clear()
+        self._num_opened.clear()
         for link in due:
             items, self._items[link] = self._items[link], []
             link.send(items)
