@@ -92,7 +92,7 @@ def is_drafting_rank(parallel: Any) -> bool:
     if parallel.pipeline_parallel_size > 1:
         raise ConfigError("pipeline_parallel_size: vLLM 0.32 mixes up the draft tokens of a pipeline's batches; use "
                           "tensor parallelism, or leave out --speculative-config")
-    return bool(parallel.rank == 0)
+    return bool(parallel.rank % parallel.world_size == 0)  # a trainer counts its processes, each with an engine
 
 
 def step_reporter() -> Callable[[StepReport], None] | None:
