@@ -299,8 +299,22 @@ def test_the_newest_rows_are_kept_wherever_vllm_puts_their_kv() -> None:
         assert engine.told(request) == everything(engine, request)
 
 
+def test_where_all_slots_have_room_no_row_is_ever_gone() -> None:
+    """Of a prompt that all requests begin with only the first one's rows are computed. After as many others as there
+    are places they were gone, with room for all of vLLM's slots."""
+    begin, blocks = PROMPT[:16], {str(number): [*range(1, 5), *range(8, 16)] for number in range(9)}
+    runner = Runner({number: [*begin, *b"another end"] for number in blocks}, blocks)
+    engine = Engine(runner, places=64)
+    engine.comes()
+    for number in blocks:
+        runner.computed[number] = 0 if number == "0" else len(begin)
+        engine.step({number: len(runner.texts[number]) - runner.computed[number]})
+        engine.step({number: 1})
+        assert engine.told(number) == everything(engine, number)
+
+
 def test_rows_that_are_gone_are_a_gap_at_the_beginning_and_never_somebody_elses() -> None:
-    runner = Runner({"a": PROMPT, "b": PROMPT[:14]}, {"a": range(1, 9), "b": range(12, 20)})
+    runner = Runner({"a": PROMPT, "b": PROMPT[:14]}, {"a": range(12, 20), "b": range(1, 9)})
     engine = Engine(runner, places=36)
     engine.step({"a": len(PROMPT)})
     engine.step({"a": 1, "b": 14})

@@ -5,8 +5,9 @@ Rules:
    is refused, and the error names them.
 2. Each KV slot has a row of states, written in the step that wrote the KV. So there are rows also for tokens from the
    prefix cache, for a preempted request, and for a draft that connects late or again.
-3. They take at most ``most_bytes``: a new row takes the place of the oldest. A row belongs to a token if both its slot
-   and its token are those that were written. A missing row is a gap; the drafter begins after it.
+3. They take at most ``most_bytes``: where that is too little for all slots, a new row takes the place of the oldest. A
+   row belongs to a token if both its slot and its token are those that were written. A missing row is a gap; the
+   drafter begins after it.
 4. They are kept as the engine made them. A spec's projection and dtype are applied when rows are sent.
 5. From a GPU the newest rows are copied on a separate stream, while the host reads the sampled tokens.
 
@@ -98,7 +99,7 @@ class FeatureStore:
         self._copy_stream: torch.cuda.Stream | None = None
         self._owners: Indices = np.zeros(0, np.int64)  # [places] the slot whose state is there; -1: none
         self._tokens: NDArray[np.int32] = np.zeros(0, np.int32)
-        self._places: Indices = np.zeros(1, np.int64)  # [slots] where each slot's newest row was put
+        self._places: Indices = np.zeros(0, np.int64)  # [slots] where each slot's newest row was put
         self._next_place = 0
         self._rows: RowEncoder | None = None
         self._batch: Batch | None = None
@@ -119,6 +120,7 @@ class FeatureStore:
         if device.type == "cuda":
             self._copy_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._owners, self._tokens = np.full(num_places, -1, np.int64), np.zeros(num_places, np.int32)
+        self._places = np.zeros(num_places, np.int64)
 
     def set_feature_spec(self, spec: FeatureSpec) -> bool:
         """Send rows as ``spec`` says from now on. False: its layers differ, or there is no memory for its projection;
@@ -194,11 +196,14 @@ class FeatureStore:
         return end - len(at), len(at), b"".join(part.rows() for part in parts)
 
     def _take_places(self, slots: Indices) -> Indices:
-        """The places that were taken longest ago, one for each of ``slots``."""
+        """A place for each of ``slots``: its own while there is one for every slot, as a text that the prefix cache
+        has may be old, and else those that were taken longest ago."""
         if len(slots) and (most := int(slots.max()) + 1) > len(self._places):
             self._places = np.concatenate((self._places, np.zeros(2 * most - len(self._places), np.int64)))
-        taken: Indices = (self._next_place + np.arange(len(slots))) % len(self._owners)
-        self._next_place = (self._next_place + len(slots)) % len(self._owners)
+        taken = slots
+        if len(self._places) > len(self._owners):
+            taken = (self._next_place + np.arange(len(slots))) % len(self._owners)
+            self._next_place = (self._next_place + len(slots)) % len(self._owners)
         self._places[slots] = taken
         return taken
 
