@@ -279,13 +279,40 @@ def test_of_a_long_text_the_newest_rows_are_told() -> None:
     assert wanted is not None and 1000 - (MAX_BYTES >> 20) / 2 <= wanted < 1000 - (MAX_BYTES >> 20) / 4
 
 
+def test_a_draft_that_others_have_filled_is_not_told_every_text() -> None:
+    """Each new answer sent it its whole text, to be refused."""
+    world, link = Waits(), Heard()
+    target = following(world=world)
+    target.link_up(link, DraftHello(PROTOCOL_VERSION, 0, "ngram", 0, "", None, 0, 4096, 16, 64))
+    target.inbox.drain()
+
+    def opened(session: int) -> bool:
+        target.begin([target.open(session, PROMPT, len(PROMPT), Sampling(), 100)], world.now_s)
+        target.flush()
+        return any(isinstance(item, Open) and item.session == session for item in link.items)
+
+    def refuse(session: int) -> None:
+        target.received(link, [Drop(session, "capacity", len(PROMPT))], [])
+        target.inbox.drain()
+
+    assert opened(1) and opened(2)
+    refuse(2)
+    assert not opened(3) and not opened(4)
+    world.now_s += 1.01
+    assert opened(5) and opened(6), "others may have left it meanwhile"
+    refuse(6)
+    assert not opened(7)
+    target.close(target.sessions[1])
+    assert opened(8), "where one of ours has left there is room"
+
+
 def test_an_engine_without_rows_refuses_a_drafter_that_reads_them() -> None:
     target, link = following(), Heard()
     target.link_up(link, DraftHello(PROTOCOL_VERSION, 0, "head", 0, "", SPEC, 0, 4096, 16, 8))
     target.inbox.drain()
     one = target.open(1, PROMPT, len(PROMPT), Sampling(), 100)
     target.begin([one], 0.0)
-    assert one.link is None and not target.flush() and not target.pool.has_room
+    assert one.link is None and not target.flush() and not target.pool.has_room(0.0)
 
 
 def test_a_draft_that_comes_and_goes_while_nobody_looks_is_taken_once_and_holds_no_memory() -> None:

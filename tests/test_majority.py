@@ -111,16 +111,16 @@ def test_a_draft_that_leaves_while_it_stands_aside_or_before_gets_no_session_whe
     assert not engine.target.pool.is_usable(odd)
     for link in usual:
         engine.leave(link)
-    assert engine.target.pool.is_usable(odd) and not engine.target.pool.has_room, "it leaves all the same"
+    assert engine.target.pool.is_usable(odd) and not engine.target.pool.has_room(0.0), "it leaves all the same"
     engine.target.link_leaving(odd, False)
     engine.target.inbox.drain()
-    assert engine.target.pool.has_room
+    assert engine.target.pool.has_room(0.0)
     aside = engine.join("aside", USUAL)
     engine.target.link_leaving(aside, True)
     engine.leave(odd)
-    assert engine.target.pool.is_usable(aside) and not engine.target.pool.has_room
+    assert engine.target.pool.is_usable(aside) and not engine.target.pool.has_room(0.0)
     engine.leave(aside)
-    assert engine.join("aside", USUAL) and engine.target.pool.has_room, "another stream is another draft"
+    assert engine.join("aside", USUAL) and engine.target.pool.has_room(0.0), "another stream is another draft"
 
 
 def test_a_head_whose_projection_is_gone_comes_back_with_it() -> None:

@@ -396,16 +396,16 @@ async def test_a_draft_that_left_gets_no_session_though_its_link_comes_back_at_o
     drafts.update({"a:1": ""})
     target.link_up(link, hello)
     target.inbox.drain()
-    assert target.pool.has_room
+    assert target.pool.has_room(0.0)
     drafts.update({})
     target.link_down(link, "unavailable")
     target.link_up(link, hello)
     drafts.sweep()
     target.inbox.drain()
-    assert not target.pool.has_room
+    assert not target.pool.has_room(0.0)
     drafts.update({"a:1": ""})
     target.inbox.drain()
-    assert target.pool.has_room
+    assert target.pool.has_room(0.0)
     await drafts.aclose()
 
 

@@ -349,7 +349,7 @@ class Followed:
         gave_up = change is not None and change.reason == "draft_timeout"
         if link is not None and (gave_up or waited_s):
             self._leave_slow_drafter(link, gave_up, now_s)
-        outcome = "used" if drafted and not looked_up else self._outcome(drafted, reading)
+        outcome = "used" if drafted and not looked_up else self._outcome(drafted, reading, now_s)
         record = RoundRecord(drafted, accepted, len(tokens), waited_s, outcome, decision.why,
                              None if looked_up else link)
         if verified.finish:
@@ -419,7 +419,7 @@ class Followed:
         link = self._unlink()
         if link is not None:
             self.side.lost()
-        if can_move and self._context.pool.has_room:
+        if can_move and self._context.pool.has_room(now_s):
             self._context.metrics.moved()
             return
         self._report_mode_change(self.policy.drafter_lost(now_s, reason), link or former_link)
@@ -439,6 +439,8 @@ class Followed:
             self._context.pool.set_leaving(link, True)
         elif reason in ("capacity", "failed", "invalid"):
             self._retry_at_s = now_s + RETRY_S
+            if reason == "capacity":
+                self._context.pool.refused(link, now_s)
         else:  # whoever drops what it was just given must not have the whole text again for each token
             self._retry_at_s = max(self._retry_at_s, self._opened_s + RETRY_S)
         # A drafter hears nothing while a long prompt is computed, and its lease ends: it is opened again behind it.
@@ -447,10 +449,10 @@ class Followed:
         if now_s >= self._retry_at_s:
             self.policy.drafter_ready(now_s)
 
-    def _outcome(self, drafted: int, reading: bool) -> str:
+    def _outcome(self, drafted: int, reading: bool, now_s: float) -> str:
         if drafted:
             return LOOKED_UP if self.decision.lookup else "used"
-        not_requested = not self.decision.num_wanted and (self.link is not None or self._context.pool.has_room)
+        not_requested = not self.decision.num_wanted and (self.link is not None or self._context.pool.has_room(now_s))
         if self.policy.mode is PLAIN or reading or not_requested:
             return "plain"
         return "draft_missing" if self.link is None or self.side.answered else "discarded_late"
@@ -474,7 +476,7 @@ class Followed:
 
     def _drafter_available(self, now_s: float) -> bool:
         """Whether a drafter could be found for it."""
-        return now_s >= self._retry_at_s and self._context.pool.has_room
+        return now_s >= self._retry_at_s and self._context.pool.has_room(now_s)
 
     def _update_drafter(self, now_s: float, others: int) -> None:
         if self.link is not None:

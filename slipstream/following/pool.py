@@ -11,6 +11,8 @@ Rules:
 4. A drafter that takes more than SLOW_FACTOR times as long as another gets a new session only where no other has room.
    It loses sessions that stopped drafting because of it, or that had it for FORGET_S. Its measured time is forgotten
    after FORGET_S too, because the cause may be over.
+5. Where a drafter had no room after all, as others hold its places, nobody is told of for FULL_S, unless a session of
+   ours leaves it: each would send its whole text for nothing.
 
 It knows nothing about what is said to them, what is drafted, how it is verified, or what a session decides.
 """
@@ -36,6 +38,7 @@ FORGET_ROUNDS = 1024  # at so many, all counts are halved: a draft model may be 
 ONE_SIDED_95 = 1.645  # standard deviations
 SLOW_FACTOR = 2.0
 FORGET_S = 10.0
+FULL_S = 1.0
 LATENCY_WEIGHT = 0.2  # weight of the newest exchange
 SetFeatureSpec = Callable[[FeatureSpec], bool]
 
@@ -95,6 +98,7 @@ class Member:
     warned: bool = False
     latency_s: float = 0.0  # from a commit to its growth, as a moving mean
     measured_at_s: float = -inf  # when it was last measured
+    full_until_s: float = -inf  # as it said itself
 
     def recent_latency_s(self, now_s: float) -> float:
         """Its latency, if it was measured lately; else 0."""
@@ -220,16 +224,15 @@ class DraftPool:
         if (member := self._members.get(link)) is not None:
             member.leaving = leaving
 
-    @property
-    def has_room(self) -> bool:
+    def has_room(self, now_s: float) -> bool:
         """Whether some drafter would take one more session."""
-        return any(map(_has_room, self._members.values()))
+        return any(_has_room(member, now_s) for member in self._members.values())
 
     def assign(self, now_s: float) -> Link | None:
         """A drafter for one more session: of two drawn at random the one that is less busy for its size. Targets that
         do not know of each other spread their sessions so."""
         members = self._members
-        links = [link for link, member in members.items() if _has_room(member)]
+        links = [link for link, member in members.items() if _has_room(member, now_s)]
         if not links:
             return None
         max_latency_s = SLOW_FACTOR * min(members[link].recent_latency_s(now_s) or inf for link in links)
@@ -255,13 +258,19 @@ class DraftPool:
             return False
         self._best_latency_s = min([member.recent_latency_s(now_s) or inf for member in members.values()], default=inf)
         others = [member.recent_latency_s(now_s) for other, member in members.items()
-                  if other != link and _has_room(member)]
+                  if other != link and _has_room(member, now_s)]
         return any(0.0 < SLOW_FACTOR * other_s < own_s or (gave_up and not (other_s and own_s)) for other_s in others)
 
     def release(self, link: Link | None) -> None:
         """A session leaves the drafter."""
         if (member := self._usable_member(link)) is not None:
             member.sessions -= 1
+            member.full_until_s = -inf
+
+    def refused(self, link: Link | None, now_s: float) -> None:
+        """The drafter had no room for a session, which has left it."""
+        if (member := self._usable_member(link)) is not None:
+            member.full_until_s = now_s + FULL_S
 
     def hello(self, link: Link | None) -> DraftHello | None:
         """The drafter's half of the handshake; None: it is not there."""
@@ -311,5 +320,6 @@ def _has_weights(hello: DraftHello) -> bool:
     return spec is not None and (spec.projection is None or bool(spec.projection.weights))
 
 
-def _has_room(member: Member) -> bool:
-    return not member.sidelined and not member.leaving and member.sessions < member.hello.max_sessions
+def _has_room(member: Member, now_s: float) -> bool:
+    return (member.sessions < member.hello.max_sessions and now_s >= member.full_until_s
+            and not member.sidelined and not member.leaving)
