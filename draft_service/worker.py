@@ -10,7 +10,7 @@ Rules of the worker:
    growing pays (``DraftSession``); others get one growth a commit. When there is nothing to grow, the drafter reads
    more of texts that are too long for one growth, and of prompts whose states arrive.
 5. No input of a peer stops the thread: a fault closes one session and is counted; too many faults end the stream.
-6. When all sessions are in use, a host gives one up for a host that has at least two fewer; so do peers of one host.
+6. When all sessions are in use, a host gives one up for a host that has clearly fewer; so do peers of one host.
 
 Intake: items of targets that the drafter has not processed yet, separate for each target.
 

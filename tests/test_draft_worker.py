@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -309,6 +310,25 @@ def test_a_host_of_many_streams_has_its_share_of_the_places() -> None:
     assert bench.open_sessions == 8
     answered = [bench.deliver(commit(10, 3), peer=peer) for peer in crowd]
     assert sum(isinstance(item, Growth) for told in answered for item in told) == 4, "and has it"
+
+
+def test_places_do_not_change_hands_while_answers_come_and_go() -> None:
+    """Of two targets that have more answers than there are places, each took the other's oldest again and again."""
+    bench, rng = Bench(max_sessions=64), np.random.default_rng(0)
+    targets = [Listener("ipv4:10.0.0.1:7"), Listener("ipv4:10.0.0.2:7")]
+    held, numbers, taken = [list[int](), list[int]()], count(1), 0
+    for turn in range(400):
+        leaver, comer = (turn % 2, turn % 2) if turn < 64 else rng.integers(2, size=2)
+        if turn >= 64:
+            bench.deliver(Close(held[leaver].pop(int(rng.integers(len(held[leaver]))))), peer=targets[leaver])
+        for place in {comer: 0, leaver: 0}:
+            session = next(numbers)
+            told = bench.deliver(opened(session), peer=targets[place])
+            held[place] += [session for item in told if isinstance(item, Growth)]
+            lost = [item.session for item in targets[1 - place].take() if isinstance(item, Drop)]
+            held[1 - place] = [session for session in held[1 - place] if session not in lost]
+            taken += len(lost)
+    assert bench.open_sessions == 64 and taken < 40 and min(map(len, held)) > 24
 
 
 def test_a_lease_ends_for_sessions_that_nobody_speaks_of() -> None:
