@@ -113,6 +113,16 @@ SAID: dict[str, tuple[Style, str, Told]] = {
                  ("Hm.", "So.", [PARIS, NOW])),
     "hunyuan": (Style((HUNYUAN,)), f'<tool_calls>\n{{"name": "weather", "arguments": {JSON}}}\n{{"name": "now"}}\n'
                 '</tool_calls>\n', ("", "", [PARIS, NOW])),
+    # As Hunyuan's own templates ask for calls, and as its later ones do.
+    "hunyuan, fences": (
+        Style(("<tool_call>", HUNYUAN)), f"So.\n<tool_calls>\n<tool_call>weather\n```json\n{JSON}\n```</tool_call>\n"
+        "<tool_call>now\n```json\n{}\n```</tool_call>\n</tool_calls>", ("", "So.", [PARIS, NOW])),
+    "hunyuan, pairs": (
+        Style(("<tool_call>", HUNYUAN)), "<tool_calls>\n<tool_call>now<tool_sep></tool_call>\n<tool_call>weather"
+        "<tool_sep>\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n<arg_key>days</arg_key>\n<arg_value>2</arg_value>"
+        "\n</tool_call>\n</tool_calls>", ("", "", [NOW, PARIS])),
+    "hunyuan, no calls": (Style(("<tool_call>", HUNYUAN)), "<tool_calls><tool_call>a b\n```json\n{}```</tool_call>"
+                          "<tool_call>now```</tool_call></tool_calls>", ("", "a b\n```json\n{}```now```", [])),
     "gpt-oss": (GPT_OSS, "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>So.\n",
                 ("Hm.", "So.\n", [])),
     "gpt-oss, calls": (

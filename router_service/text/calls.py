@@ -1,10 +1,10 @@
 """Tool calls as each model family writes them, parsed piece by piece, and passed on as soon as they are known.
 
 Arguments come out as the model wrote them where it wrote JSON, else as JSON made of names and values, each typed by
-the tool's schema. Eight forms are known: JSON in ``<tool_call>`` (Hermes, Qwen, Granite), ``<TOOLCALL>`` (Nemotron) or
-``<tool_calls>`` (Hunyuan), ``<function=`` in the first (Qwen's coders, Seed), ``<arg_key>`` in it (GLM), ``<invoke
-name=`` (MiniMax), ``[TOOL_CALLS]`` (Mistral), sections of calls (DeepSeek, Kimi), headers that name a function
-(GPT-OSS), bare JSON (Llama 3).
+the tool's schema. Nine forms are known: JSON in ``<tool_call>`` (Hermes, Qwen, Granite), ``<TOOLCALL>`` (Nemotron) or
+``<tool_calls>`` (Jamba), ``<function=`` in the first (Qwen's coders, Seed), ``<arg_key>`` (GLM) or a fence (Hunyuan) in
+it, ``<invoke name=`` (MiniMax), ``[TOOL_CALLS]`` (Mistral), sections of calls (DeepSeek, Kimi), headers that name a
+function (GPT-OSS), bare JSON (Llama 3).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 import orjson
 
-from router_service.text.marks import CLOSERS, CODER, GLM, HERMES, INVOKE, MINIMAX, SECTIONS, Pairs, Section
+from router_service.text.marks import CLOSERS, CODER, GLM, HERMES, HUNYUAN, INVOKE, MINIMAX, SECTIONS, Pairs, Section
 from router_service.text.scanner import NoCall, Parser, Scanner, Words
 
 CALL_ID_LENGTH = 9  # characters: Mistral's templates take no other number
@@ -29,6 +29,7 @@ MAX_UNCLOSED = 8  # values of one answer that nothing closes
 # Of a value that is read as Python: some 10 ms, and no deeper than it nests.
 MAX_PYTHON_LENGTH, MAX_PYTHON_BRACKETS = 8192, 128
 ARGUMENTS = ("arguments", "parameters")
+FENCE, NAME_END = "```", "<tool_sep>"  # behind a function's name, of Hunyuan's models
 NAME = re.compile(r"[\w.:-]{1,128}")
 AFTER_CALL = Words((*CLOSERS, CODER.begin, INVOKE.begin, *CLOSERS.values()))  # marks that may follow one
 RefTypes = dict[str, set[str]]  # types of parts of a schema, by how it refers to them
@@ -90,15 +91,28 @@ class CallParser:
 
     def _tool_call(self, closer: str) -> Parser:
         yield from self._scanner.skip_blanks()
+        if closer == CLOSERS[HUNYUAN] and (yield from self._scanner.starts_with(HERMES)):
+            return  # each call has marks of its own, which come next
         if (yield from self._scanner.starts_with(CODER.begin)):
             self._scanner.consume(len(CODER.begin))
             yield from self._pairs(CODER)
         elif self._scanner.unread[:1] in ("{", "["):
             yield from self.read_objects()
         else:
-            yield from self._pairs(replace(GLM, end=closer))
+            name, mark = yield from self._scanner.read_before(Words((FENCE, GLM.name_end, closer)))
+            self._scanner.unread = mark + self._scanner.unread
+            yield from self._fenced(name, closer) if mark == FENCE else self._pairs(replace(GLM, end=closer), name)
             return
         yield from self._scanner.skip_mark(closer)
+
+    def _fenced(self, name: str, closer: str) -> Parser:
+        """The arguments of a call of ``name`` as JSON in a fence."""
+        _, mark = yield from self._scanner.read_before(Words(("{", closer)))
+        self._scanner.unread = mark + self._scanner.unread
+        if mark != "{" or not NAME.fullmatch(name.strip()):
+            raise NoCall
+        yield from self.read_arguments(name.strip())
+        yield from self._scanner.read_before(Words((closer,)))
 
     def _minimax(self) -> Parser:
         """One call or several, as MiniMax's models write them."""
@@ -113,11 +127,11 @@ class CallParser:
             raise NoCall
         yield from self._scanner.skip_mark(CLOSERS[MINIMAX])
 
-    def _pairs(self, marks: Pairs, known_only: bool = False) -> Parser:
-        """A name, and arguments between marks. ``known_only``: only known tools are called, as always without
-        arguments."""
-        name, mark = yield from self._scanner.read_before(Words((marks.name_end, marks.end)))
-        name = name.strip()
+    def _pairs(self, marks: Pairs, begun: str = "", known_only: bool = False) -> Parser:
+        """A name, of which ``begun`` was read, and arguments between marks. ``known_only``: only known tools are
+        called, as always without arguments."""
+        rest, mark = yield from self._scanner.read_before(Words((marks.name_end, marks.end)))
+        name = (begun + rest).strip().removesuffix(NAME_END)
         if name not in self._tools and (known_only or mark != marks.name_end or not NAME.fullmatch(name)):
             raise NoCall
         schema = self._tools.get(name)
