@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from heapq import heapify, heapreplace
 from typing import Protocol
 
 import numpy as np
@@ -377,15 +378,24 @@ class NeuralDrafter:
 
     def _make_room(self, contexts: Sequence[DraftContext], num_nodes: int) -> None:
         """Rule 4. ``num_nodes``: that will be computed below the newest tokens of ``contexts``, at most."""
-        free, most = self.slots.num_free - num_nodes, PREFILL_ROWS + ROUND_ROWS * len(contexts)
-        if free >= most:
+        most = PREFILL_ROWS + ROUND_ROWS * len(contexts)
+        if self.slots.num_free - num_nodes >= most:
             return
-        while free < min(most, sum([context.num_pending for context in contexts])):
-            largest = max(self._contexts.values(), key=lambda context: context.num_rows)
-            if largest.num_rows <= MIN_ROWS:
+        wanted = sum([context.num_pending for context in contexts])
+        reading, largest_first = {context.session for context in contexts}, list[tuple[int, int]]()
+        while self.slots.num_free - num_nodes < min(most, wanted):
+            if not largest_first:  # ordered once: there may be hundreds, and as many of them give some up
+                largest_first = [(-context.num_rows, session) for session, context in self._contexts.items()]
+                heapify(largest_first)
+            negative_rows, session = largest_first[0]
+            if -negative_rows <= MIN_ROWS:
                 break
-            self.slots.free(largest.drop_oldest(largest.num_rows // 2))
-            free = self.slots.num_free - num_nodes
+            largest = self._contexts[session]
+            pending = largest.num_pending
+            self.slots.free(largest.drop_oldest(-negative_rows // 2))
+            heapreplace(largest_first, (-largest.num_rows, session))
+            if session in reading:
+                wanted += largest.num_pending - pending
 
     def _can_deepen(self, context: DraftContext) -> bool:
         tree = context.tree
