@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.trainers import BpeTrainer
 
+from router_service.text.files import literal_tokens
 from router_service.text.template import MAX_RENDERED
 from router_service.text.tokens import ChatTemplate, Detokenizer, TextCodec, Turn
 from slipstream.base.errors import InvalidRequest, ModelError
@@ -218,6 +219,14 @@ def test_tokens_between_turns_stay_text_where_they_are_not_special(tmp_path: Pat
             assert codec.starts_in_reasoning(tokens) == thinking
     finally:
         codec.close()
+
+
+def test_a_token_between_turns_as_text_has_no_space_within() -> None:
+    tokenizer = byte_fallback()
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)])
+    tokenizer.add_tokens([AddedToken("<|user|>", normalized=False)])
+    for text, tokens in literal_tokens(tokenizer, ["<|user|>", *SPECIALS]).items():
+        assert tokenizer.decode(tokens, skip_special_tokens=False) == text and id_of(tokenizer, text) not in tokens
 
 
 def test_special_tokens_hidden_deep_stay_text() -> None:

@@ -29,15 +29,16 @@ TURN = re.compile(r"[|\uff5c].*(user|assistant|system|chatbot|turn|role).*[|\uff
 MAX_COMPOSED = 4  # characters that Unicode may write as one
 
 
-def literal_tokens(tokenizer: Tokenizer, specials: Iterable[str], turns: Iterable[str]) -> dict[str, list[int]]:
-    """The tokens of each special token's text as ordinary text, and of those of ``turns``, which are not special."""
-    tokenizer.encode_special_tokens = True
-    found = {text: list(tokenizer.encode(text, add_special_tokens=False).ids) for text in specials}
-    halves = {text: (text[:1], text[1:]) for text in turns}  # else the tokenizer would find the token
-    found |= {text: [token for half in parts for token in tokenizer.encode(half, add_special_tokens=False).ids]
-              for text, parts in halves.items()}
-    tokenizer.encode_special_tokens = False
-    return found
+def literal_tokens(tokenizer: Tokenizer, texts: Iterable[str]) -> dict[str, list[int]]:
+    """The tokens of each of ``texts``, those of added tokens, as ordinary text."""
+    normalizer, split, model = tokenizer.normalizer, tokenizer.pre_tokenizer, tokenizer.model
+
+    def tokens(text: str) -> list[int]:  # ``encode`` would find the added token
+        normal: str = text if normalizer is None else normalizer.normalize_str(text)
+        pieces = [(normal, (0, 0))] if split is None else split.pre_tokenize_str(normal)
+        return [token.id for piece, _ in pieces for token in model.tokenize(piece)]
+
+    return {text: tokens(text) for text in texts}
 
 
 def turn_tokens(tokenizer: Tokenizer, template: str) -> dict[int, str]:

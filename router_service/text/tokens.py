@@ -154,7 +154,7 @@ class TextCodec:
         source = template_source(folder)
         turns = {} if source is None else turn_tokens(self._tokenizer, source[0])
         self._turn_tokens = {*self.specials, *turns}
-        self._literals = literal_tokens(self._tokenizer, self.specials.values(), turns.values())
+        self._literals = literal_tokens(self._tokenizer, [*self.specials.values(), *turns.values()])
         tokenizer_json = json.loads(self._tokenizer.to_str())
         self._alphabet, self.starts_with_space = byte_alphabet(tokenizer_json.get("decoder") or {"type": "none"})
         self._max_token_chars = max_token_chars(tokenizer_json, vocab)
