@@ -39,6 +39,7 @@ def given(*blocks: Any) -> dict[str, Any]:
     (MESSAGES, given(result({"type": "tool_reference", "tool_name": "find"})), "So:\n(the tool find may be called)",
      None),
     (MESSAGES, given(NOTES, SEEN), "notes.txt\nMilk is out.\nSo:", None),
+    (MESSAGES, given({**NOTES, "context": "Of Monday."}, SEEN), "notes.txt\nOf Monday.\nMilk is out.\nSo:", None),
     (MESSAGES, given(result(FOUND)), "So:\nShop\nhttps://shop/7\nMilk is out.\nBread is in.", None),
     (MESSAGES, given(FOUND, SEEN), "Shop\nhttps://shop/7\nMilk is out.\nBread is in.\nSo:", None),
     (MESSAGES, given({**NOTES, "source": {"type": "content", "content": [SEEN, SEEN]}}), "notes.txt\nSo:\nSo:", None),

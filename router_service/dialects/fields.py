@@ -199,7 +199,7 @@ def tool_result_part(at: str, part: Any, unknown: dict[str, bool]) -> Any:
 
 
 def as_text_part(part: Any) -> Any:
-    """A text document or what a search found, title and source first, a model's refusal, or a tool that a search found
+    """A text document or what a search found, words about it first, a model's refusal, or a tool that a search found
     (all tools are offered anyway), as a text part; other parts unchanged."""
     kind = part_type(part)
     if kind == "refusal" and "refusal" in part:
@@ -210,7 +210,7 @@ def as_text_part(part: Any) -> Any:
         return _headed_text((part.get("title"), part.get("source")), part.get("content")) or part
     source: Any = part.get("source") if kind == "document" else None
     name = {"text": "data", "content": "content"}.get(part_type(source))
-    return part if name is None else _headed_text((part.get("title"),), source.get(name)) or part
+    return part if name is None else _headed_text((part.get("title"), part.get("context")), source.get(name)) or part
 
 
 def _headed_text(heads: Iterable[Any], content: Any) -> dict[str, str] | None:
