@@ -10,9 +10,10 @@ Rules:
 3. A template is tried on small conversations when it is loaded. A ModelError is raised if it is no template, breaks the
    sandbox or a limit, or its process ends. Messages that the template refuses are no fault. Whatever it omits of them
    (``omissions``) is rewritten so that it does not.
-4. The text of a special token inside a message (``<|im_end|>`` in a question) stays text. Left to the tokenizer it
-   would become the token, and a user could end his turn and write the system's; here it comes out of ``render`` as a
-   part of its own. Messages without such text give exactly the prompt that transformers gives.
+4. The text of a special token, or of one between turns (``files``), inside a message (``<|im_end|>`` in a question)
+   stays text. Left to the tokenizer it would become the token, and a user could end his turn and write the system's;
+   here it comes out of ``render`` as a part of its own. Messages without such text give exactly the prompt that
+   transformers gives.
 5. Messages that a template refuses are tried again in other ``variants``, none of which loses text. The API allows
    several system messages (also later, or for a model without that role), several user messages in a row, an assistant
    message first, text beside tool results, foreign call ids, and several calls at once; many templates do not. Some

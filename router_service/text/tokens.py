@@ -76,7 +76,7 @@ class ChatTemplate:
     __slots__ = ("_config", "_cpu_s", "_lock", "process", "takes_tools")
 
     def __init__(self, source: str, named: Mapping[str, str], specials: Iterable[str], cpu_s: float = CPU_S) -> None:
-        """``named`` are the template's bos_token and its like, ``specials`` the texts of all special tokens.
+        """``named`` are the template's bos_token and its like, ``specials`` texts that name no token in messages.
 
         Raises ModelError when ``source`` is not a template, or does in a trial what it must not.
         """
