@@ -193,6 +193,15 @@ def test_a_chat_goes_on_after_bytes_that_are_no_text(monkeypatch: pytest.MonkeyP
     assert result.exception is None and asked == ["caf\ufffd", "more"]
 
 
+@pytest.mark.parametrize(("questions", "code"), [("more\n", 0), ("fail\n", 1), ("fail\nmore\n", 1)])
+def test_a_chat_from_a_pipe_ends_with_1_where_an_answer_failed(questions: str, code: int,
+                                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    chatter = Chatter()
+    monkeypatch.setattr(chatter, "models", lambda: ["m"], raising=False)
+    monkeypatch.setattr("slipstream.wire.client.Client", lambda *_, **__: nullcontext(chatter))
+    assert CliRunner().invoke(app, ["chat"], input=questions).exit_code == code
+
+
 def test_an_error_is_a_sentence_without_a_traceback() -> None:
     done = subprocess.run([sys.executable, "-m", "slipstream", "config", "--set", "router.max_in_fligh=3"],
                           capture_output=True, text=True, timeout=300)

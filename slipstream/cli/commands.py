@@ -188,7 +188,9 @@ def chat(
             raise Unavailable(f"{address} asks for an API key; give the file that has it with --api-key-file FILE\n"
                               f"({error})") from error
         options = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
-        Conversation(Console(), client, model, read_line, options).run()
+        num_failed = Conversation(Console(), client, model, read_line, options).run()
+    if num_failed and not (sys.stdin is not None and sys.stdin.isatty()):  # a person has seen it
+        raise typer.Exit(1)
 
 
 @app.command()

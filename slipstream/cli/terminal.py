@@ -175,18 +175,20 @@ class Conversation:
         self._options = options
         self._messages: list[Message] = []
         self._speculate = True
+        self._num_failed = 0
 
-    def run(self) -> None:
-        """Until /quit or the end of input."""
+    def run(self) -> int:
+        """Until /quit or the end of input. Returns the number of questions whose answers failed."""
         self._console.print(legend(self._console))
         self._print_note(HELP)
         while (line := self._next_line()) is not None:
             if line.startswith("/"):
                 if line == "/quit":
-                    return
+                    break
                 self._run_command(line)
             elif line:
                 self._ask(line)
+        return self._num_failed
 
     def _next_line(self) -> str | None:
         try:
@@ -216,6 +218,7 @@ class Conversation:
             return
         except SlipstreamError as error:
             print_error(error)
+            self._num_failed += 1
             if isinstance(error, InvalidRequest) and error.code == "context_length_exceeded":
                 self._print_note("/new forgets the conversation, which makes room" if self._messages else
                           "a shorter question makes room, or a smaller --max-tokens")
