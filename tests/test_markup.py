@@ -122,7 +122,8 @@ SAID: dict[str, tuple[Style, str, Told]] = {
         "<tool_sep>\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n<arg_key>days</arg_key>\n<arg_value>2</arg_value>"
         "\n</tool_call>\n</tool_calls>", ("", "", [NOW, PARIS])),
     "hunyuan, no calls": (Style(("<tool_call>", HUNYUAN)), "<tool_calls><tool_call>a b\n```json\n{}```</tool_call>"
-                          "<tool_call>now```</tool_call></tool_calls>", ("", "a b\n```json\n{}```now```", [])),
+                          "<tool_call>now```</tool_call><tool_call>now ``` not {}</tool_call></tool_calls>",
+                          ("", "a b\n```json\n{}```now```now ``` not {}", [])),
     "gpt-oss": (GPT_OSS, "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>So.\n",
                 ("Hm.", "So.\n", [])),
     "gpt-oss, calls": (

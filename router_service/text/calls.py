@@ -107,9 +107,9 @@ class CallParser:
 
     def _fenced(self, name: str, closer: str) -> Parser:
         """The arguments of a call of ``name`` as JSON in a fence."""
-        _, mark = yield from self._scanner.read_before(Words(("{", closer)))
+        fence, mark = yield from self._scanner.read_before(Words(("{", closer)))
         self._scanner.unread = mark + self._scanner.unread
-        if mark != "{" or not NAME.fullmatch(name.strip()):
+        if mark != "{" or len(fence.split()) > 1 or not NAME.fullmatch(name.strip()):
             raise NoCall
         yield from self.read_arguments(name.strip())
         yield from self._scanner.read_before(Words((closer,)))
