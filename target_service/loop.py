@@ -269,6 +269,7 @@ class TargetWorker:
             self._put_back_and_admit(plan)
             plan, _ = self._queues.schedule(self._clock(), self._kv, self.shedding)  # with their prompts
         self._put_back_and_admit(plan)
+        self._queues.count_missed(plan)
         result = self._forward(plan)
         if result is not None:
             self._send(result, self._commit(result))

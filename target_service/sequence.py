@@ -87,6 +87,7 @@ class Sequence:
     cached_tokens: int = 0  # of its prompt, until the first piece says how many
     plain_sampling: bool = False  # needs only a token from its logits: no log probabilities, penalties, filters or rule
     stepped: bool = False  # whether a step has computed rows of it
+    num_missed: int = 0  # steps in a row that had no row for its next token
     num_scored: int = 0  # prompt rows that are scored; each scores the token after it
     token_array: NDArray[np.int64] = field(default_factory=lambda: NO_SLOTS)  # until its prompt is computed
     prefix_hashes: list[int] = field(default_factory=list)  # of its first block of tokens, of its first two, and so on

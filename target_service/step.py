@@ -6,6 +6,7 @@ Rules of a schedule:
    last in that order is put back and computed again later. A new one leaves running ones room to grow.
 2. Rows go first to answers that decode, one each, then to prompts, chunk by chunk, so long prompts do not stop running
    answers. A scored row counts as ``SCORED_ROW_COST`` rows. The step that ends a prompt chooses the first token, too.
+   Where more decode than a step has rows, they take turns, and prompts have up to half of the rows.
 3. Trees get equal parts of the rows that are left, and are made smaller before an answer is put back: drafts may fail,
    answers must not.
 4. An answer that waits for its drafter is left out until growth comes or its deadline passes. It never waits for its
@@ -68,6 +69,7 @@ class SequenceInfo(NamedTuple):
     num_nodes: int  # rows that it would verify now, root included; 0: only its prompt is wanted
     waits: bool  # whether it waits for its drafter
     needs_scoring: bool = False  # whether rows of its prompt go through the head
+    num_missed: int = 0  # steps in a row that had no row for it
 
 
 # Rows of one step. At most half of them are of prompts, so that running answers do not wait for a long prompt. A GPU
@@ -124,6 +126,9 @@ def schedule(running: abc.Sequence[SequenceInfo], waiting: abc.Sequence[Sequence
         ready = [info for info in ready if info.key != victim.key]
     rows = min(slots_left, limits.max_step_rows)
     num_prefill = sum([info.num_prefill for info in still_running])
+    if len(ready) + min(num_prefill, 1) > limits.max_step_rows:
+        ready = sorted(ready, key=lambda info: -info.num_missed)
+        ready = ready[: limits.max_step_rows - min(num_prefill, limits.max_step_rows // 2)]
     verify = _allot_rows(ready, rows, rows - min(num_prefill, limits.prefill_chunk))
     slots_left -= sum(rows for _, rows in verify)
     rows_left = limits.max_step_rows - sum(rows for _, rows in verify)
@@ -233,7 +238,7 @@ class Queues:
                 infos.append(SequenceInfo(number, freed_slots, 0, 1, True))
             else:
                 num_nodes = shedding.limit_nodes(sequence.followed.num_rows)
-                infos.append(SequenceInfo(number, freed_slots, 0, num_nodes, False))
+                infos.append(SequenceInfo(number, freed_slots, 0, num_nodes, False, num_missed=sequence.num_missed))
         limits = shedding.limits()
         num_places = max(0, limits.max_running - len(self.running))
         admissible, growth = list[SequenceInfo](), 0
@@ -241,6 +246,13 @@ class Queues:
             admissible = self._admissible(round_robin(self.waiting, num_by_owner), num_places, kv)
             growth = sum([min(ROOM_TO_GROW, sequence.followed.num_left) for sequence in self.running])
         return schedule(infos, admissible, free_slots, limits, growth), awaiting_drafts
+
+    def count_missed(self, plan: Schedule) -> None:
+        """``plan`` is executed: whoever has no next token of it comes before others where rows are scarce."""
+        if len(plan.verify) < len(self.running):
+            served = {number for number, _ in plan.verify}
+            for sequence in self.running:
+                sequence.num_missed = 0 if sequence.number in served else sequence.num_missed + 1
 
     def _admissible(self, sequences: abc.Sequence[Sequence], num_places: int, kv: KV) -> list[SequenceInfo]:
         """The first ``num_places`` of ``sequences`` whose next tokens no other answer is computing. It stops at an

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -157,3 +158,21 @@ def test_of_prompts_that_hold_all_slots_the_youngest_makes_place() -> None:
 def test_a_session_that_waits_for_its_drafter_is_left_out() -> None:
     plan = schedule([SequenceInfo(1, 10, 0, 1, True)], [], 50, LIMITS)
     assert plan.empty
+
+
+@pytest.mark.parametrize("prompt", [0, 1000])
+def test_answers_beyond_the_rows_of_a_step_take_turns(prompt: int) -> None:
+    """The youngest stood still until older ones ended; and a prompt beside them, too."""
+    missed, served, read = dict.fromkeys(range(1, 11), 0), Counter[int](), 0
+    for _ in range(40):
+        running = [SequenceInfo(key, 10, 0, 4, False, num_missed=count) for key, count in missed.items()]
+        if prompt:
+            running.append(SequenceInfo(11, 0, prompt - read, 1, False))
+        plan = schedule(running, [], 1000, Limits(64, 4, 4))
+        chosen = dict(plan.verify)
+        assert sum(chosen.values()) == (2 if prompt else 4)
+        read += dict(plan.prefill).get(11, 0)
+        served.update(chosen)
+        missed = {key: 0 if key in chosen else count + 1 for key, count in missed.items()}
+        assert max(missed.values()) <= (4 if prompt else 2)
+    assert len(served) == 10 and read == (80 if prompt else 0)

@@ -100,6 +100,18 @@ async def test_answers_are_the_same_on_a_device_that_is_too_small(tiny_folder: P
     assert found == right
 
 
+async def test_more_answers_than_a_step_has_rows_go_on_side_by_side(tiny_folder: Path) -> None:
+    async with target(tiny_folder, limits=Limits(64, 4, 4)) as rig:
+        ended: list[int] = []
+
+        async def ask(number: int) -> None:
+            await rig.answer(request((*PROMPT, 48 + number), max_tokens=8 if number == 7 else 200))
+            ended.append(number)
+
+        await asyncio.gather(*(ask(number) for number in range(8)))
+        assert ended[0] == 7, "the youngest wants fewest"
+
+
 async def test_memory_that_runs_out_behind_the_forward_loses_no_slots_and_no_answers(
         tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the answers of a step, some have their log probabilities then, and others have not."""
