@@ -425,7 +425,7 @@ class VllmService:
         self._clock = clock
         self._max_running = config.max_sessions * loaded.cores  # answers that run at once
         # Where all layers see a window, or blocks were given by number, the cache may hold less than the model reads.
-        self._max_context = min(loaded.served.max_context, loaded.served.num_slots)
+        self._max_context = min(loaded.served.max_context, loaded.served.num_slots // loaded.cores)
         self._numbers = itertools.count(1)
         self._answers: set[VllmAnswer] = set()
         self._drafts = tuple(DraftStatus(address, False, problem="not connected yet") for address in config.drafts

@@ -187,7 +187,8 @@ def start(config: Config) -> LoadedEngine:
             raise
         raise ModelError(f"vLLM {version} did not start: {error}") from error
     model, cache = engine.vllm_config.model_config, engine.vllm_config.cache_config
-    slots = (cache.num_gpu_blocks or 0) * cache.block_size
+    cores = len(engine.engine_core.core_engines)
+    slots = num_slots(cache, cores)
     options = (engine.vllm_config.additional_config or {}).get("slipstream", {})
     keyed = drafts(config) and options.get("keyed", True) and not refusal(engine.vllm_config)
     served = ServedModel(name, model.get_vocab_size(), model.max_model_len, tokenizer_hash(folder), slots,
@@ -196,8 +197,14 @@ def start(config: Config) -> LoadedEngine:
                           max_context=served.max_context, drafts=drafts(config))
     return LoadedEngine(engine, version, params_of(), (VLLMClientError, ValueError), served, drafts(config), keyed,
                         cache_usage, reports, trials_of(folder), _bounds(engine.vllm_config),
-                        envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS,
-                        len(engine.engine_core.core_engines))
+                        envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS, cores)
+
+
+def num_slots(cache: Any, cores: int) -> int:
+    """Tokens that the caches of all cores hold. Blocks do not say it: ranks may have a part of each context, and layers
+    of other kinds take blocks of the same pool."""
+    held: int | None = getattr(cache, "kv_cache_size_tokens", None)  # of one core
+    return (cache.num_gpu_blocks or 0) * cache.block_size if held is None else held * cores
 
 
 def _engine(config: Config, folder: Path, name: str, stat_logger: type) -> Any:

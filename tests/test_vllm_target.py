@@ -242,6 +242,15 @@ async def test_a_cache_for_less_than_the_models_context_is_the_context_that_clie
             service.submit(request(info.max_context - len(PROMPT) + 1))
         await answer.aclose()
     assert info.max_context == 256
+    async with served(replace(FakeEngine(), others=[FakeEngine()]), num_slots=512) as service:
+        assert (await service.info()).max_context == 256, "each of two cores has a cache of its own"
+
+
+def test_what_vllm_says_that_its_cache_holds_counts_before_its_blocks() -> None:
+    """With decode_context_parallel_size 2 a block has 16 tokens on each of two ranks: half of the context was given."""
+    cache = SimpleNamespace(num_gpu_blocks=100, block_size=16, kv_cache_size_tokens=3200)
+    assert vllm_start.num_slots(cache, 1) == 3200 and vllm_start.num_slots(cache, 2) == 6400
+    assert vllm_start.num_slots(SimpleNamespace(num_gpu_blocks=100, block_size=16), 2) == 1600, "all cores' blocks"
 
 
 async def pass_by(passes: Callable[[float], None], seconds: float) -> None:
