@@ -16,7 +16,7 @@ import torch
 from scipy import stats
 from slipstream_vllm.adapter_0_32 import patch_sampling, patch_seeds, rows_of
 from slipstream_vllm.remote import RemoteDrafter
-from slipstream_vllm.sampling import SamplingCache, sampling_of
+from slipstream_vllm.sampling import SamplingCache, sampling_of, with_named_tokens
 
 from slipstream.choosing.sampling import ChoiceRows, choose, log_probabilities
 from slipstream.protocol.messages import Open
@@ -325,6 +325,42 @@ def test_what_requests_asked_is_forgotten_when_they_are_over(temperature: float)
 def test_where_it_is_off_vllm_chooses() -> None:
     with pytest.raises(AssertionError, match="vLLM's own sampling was used"):
         answers([Params()], 2, mode="processed_logits")
+
+
+@dataclass
+class Asked:
+    logprob_token_ids: dict[int, list[int]] | None
+    max_num_logprobs: int | None
+
+
+class Scoring:
+    """As much of vLLM's sampler and rejection sampler as log probabilities take."""
+
+    def __init__(self) -> None:
+        self.sampler = self
+
+    def gather_logprobs(self, logprobs: torch.Tensor, num_top: int, token_ids: torch.Tensor) -> Any:
+        return num_top
+
+    def gather_specific_token_logprobs(self, logprobs: torch.Tensor, named: dict[int, list[int]],
+                                       token_ids: torch.Tensor) -> Any:
+        return {row: logprobs[row, tokens].tolist() for row, tokens in named.items()}
+
+    def forward(self, spec: Any, probs: None, logits: torch.Tensor, asked: Asked) -> Any:
+        assert asked.logprob_token_ids is None or asked.max_num_logprobs is None, "a shape mismatch, which ends vLLM"
+        tokens = torch.zeros(len(spec.num_draft_tokens) * (max(spec.num_draft_tokens) + 1), dtype=torch.int64)
+        return None if asked.max_num_logprobs is None else self.gather_logprobs(logits, asked.max_num_logprobs, tokens)
+
+
+@pytest.mark.parametrize("top", [None, 2])
+def test_tokens_that_a_request_names_have_log_probabilities_in_a_drafted_step(top: int | None) -> None:
+    """They had none; and beside a request that wanted the likeliest ones vLLM's engine ended."""
+    verifier, spec = Scoring(), SimpleNamespace(num_draft_tokens=[0, 2])
+    verify = with_named_tokens(Scoring.forward)
+    logits = torch.arange(60.0).reshape(6, 10)
+    found = verify(verifier, spec, None, logits, Asked({1: [7, 3]}, top))
+    assert found == {3: [37.0, 33.0], 4: [47.0, 43.0], 5: [57.0, 53.0]}
+    assert verify(verifier, spec, None, logits, Asked(None, top)) == top, "others have what vLLM gives them"
 
 
 class Seeded:

@@ -27,14 +27,14 @@ from slipstream.observe.log import logger
 from slipstream.observe.spans import HEADER
 from slipstream_vllm.features import Batch, FinalNorm
 from slipstream_vllm.remote import RemoteDrafter
-from slipstream_vllm.sampling import ChoiceRequest, KeyedSampling, refusal
+from slipstream_vllm.sampling import ChoiceRequest, KeyedSampling, refusal, with_named_tokens
 from slipstream_vllm.signals import patch as patch_signals
 
 # Methods of vLLM's runner, sampler and rejection sampler that are wrapped or called.
 PARTS = (
     ("propose_draft_token_ids", "_setup_eagle3_aux_hidden_state_outputs", "_get_eagle3_aux_layers_from_config",
      "_input_fits_in_drafter", "_sample", "_bookkeeping_sync", "_update_states"),
-    ("sample", "greedy_sample"),
+    ("sample", "greedy_sample", "gather_logprobs", "gather_specific_token_logprobs"),
     ("apply_logits_processors", "forward"),
 )
 
@@ -55,6 +55,7 @@ def patch() -> None:
     from vllm.v1.kv_cache_interface import is_full_attention_spec
 
     GPUModelRunner.slipstream = True
+    RejectionSampler.forward = with_named_tokens(RejectionSampler.forward)
     inner = GPUModelRunner.propose_draft_token_ids
 
     def propose_draft_token_ids(self: Any, scheduler_output: Any, sampled_token_ids: Any, sampling_metadata: Any,

@@ -14,7 +14,7 @@ It wraps objects of vLLM (its sampler and its rejection sampler) and imports non
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -93,6 +93,30 @@ class SamplingCache:
         current = list(requests)
         if len(self._of) > 2 * len(current) + 64:
             self._of = {request: self._of[request] for request in current if request in self._of}
+
+
+def with_named_tokens(verify: Callable[..., Any]) -> Callable[..., Any]:
+    """vLLM's verification with the log probabilities of tokens that requests name (``logprob_token_ids``), as its plain
+    steps have them. Its own has none, and raises beside a request that wants the likeliest, which ends the engine."""
+    def forward(verifier: Any, spec: Any, draft_probs: Any, logits: torch.Tensor, metadata: Any) -> Any:
+        named: dict[int, list[int]] | None = getattr(metadata, "logprob_token_ids", None)
+        if not named:
+            return verify(verifier, spec, draft_probs, logits, metadata)
+
+        def gather_logprobs(logprobs: torch.Tensor, _num_top: int, token_ids: torch.Tensor) -> Any:
+            rows = len(token_ids) // len(spec.num_draft_tokens)  # of each request
+            by_row = {row: tokens for place, tokens in named.items() for row in range(place * rows, (place + 1) * rows)}
+            return sampler.gather_specific_token_logprobs(logprobs, by_row, token_ids)
+
+        sampler = verifier.sampler
+        sampler.gather_logprobs = gather_logprobs
+        try:
+            return verify(verifier, spec, draft_probs, logits,
+                          replace(metadata, logprob_token_ids=None, max_num_logprobs=metadata.max_num_logprobs or 0))
+        finally:
+            del sampler.gather_logprobs
+
+    return forward
 
 
 class KeyedSampling:
