@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import io
 import json
@@ -39,6 +40,16 @@ def test_an_error_of_a_library_comes_with_its_place(lines: io.StringIO) -> None:
         logging.getLogger("library").error("it failed", exc_info=error)
     found = json.loads(lines.getvalue())
     assert "test_log.py" in found["exception"] and found["exception"].endswith("LookupError: gone")
+
+
+async def test_a_full_table_of_open_files_is_one_line(lines: io.StringIO) -> None:
+    """asyncio wrote 2,000 a second, with a traceback each."""
+    loop, full = asyncio.get_running_loop(), OSError(errno.EMFILE, "Too many open files")
+    for _ in range(100):
+        loop.call_exception_handler({"message": "socket.accept() out of system resource", "exception": full})
+    loop.call_exception_handler({"message": "another fault"})
+    first, second = [json.loads(line)["event"] for line in lines.getvalue().splitlines()]
+    assert first.startswith("socket.accept()") and second.startswith("another fault")
 
 
 class Terminal(io.StringIO):

@@ -29,6 +29,8 @@ REFUSED_KEYS = frozenset({
     "api_key", "api_keys", "key", "password", "secret", "authorization", "headers", "body",
 })
 REFUSED = "[refused]"
+NO_FILES = "socket.accept() out of system resource"  # how asyncio begins
+NO_FILES_S = 10.0
 
 
 class Lenient:
@@ -46,6 +48,23 @@ class Lenient:
     def flush(self) -> None:
         with contextlib.suppress(OSError, ValueError):
             self._stream.flush()
+
+
+class OpenFilesFilter(logging.Filter):
+    """Of asyncio's lines that no connection can be accepted, as no more files may be open, one in ``NO_FILES_S``: it
+    tries again each second, and writes one for each place in the queue of connections."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._next_s = 0.0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not str(record.msg).startswith(NO_FILES):
+            return True
+        if record.created < self._next_s:
+            return False
+        self._next_s = record.created + NO_FILES_S
+        return True
 
 
 def configure(section: LogSection, stream: TextIO | None = None) -> None:
@@ -100,3 +119,4 @@ def _adopt_libraries(out: TextIO, level: int, shared: list[Any], renderer: Any) 
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(max(level, logging.WARNING))
+    logging.getLogger("asyncio").filters = [OpenFilesFilter()]
