@@ -470,3 +470,13 @@ def test_a_batch_that_an_adapter_cannot_read_costs_its_drafts_alone() -> None:
         runner.step([[], []])
         assert chains.step_lazily(lambda: [][0], 2, (), 2) == [[], []]
         assert play(runner, chains, 30) > 40
+
+
+def test_what_is_no_token_of_an_embedded_prompt_is_not_the_text_of_the_request_before() -> None:
+    runner = Runner(["embedded", "other"], 8)
+    batch = runner.input_batch
+    batch.req_prompt_embeds, batch.is_token_ids = {0: "embeddings"}, batch.token_ids_cpu > 255
+    batch.is_token_ids[0, len(PROMPT) - 2 :] = True
+    output = SimpleNamespace(scheduled_spec_decode_tokens={}, num_spec_tokens_to_schedule=4)
+    embedded, other = [row.tokens() for row in rows_of(runner, output, [[PROMPT[-1]], [PROMPT[-1]]])]
+    assert embedded == [0] * (len(PROMPT) - 2) + PROMPT[-2:] and other == PROMPT

@@ -226,7 +226,7 @@ def rows_of(runner: Any, scheduler_output: Any, sampled: list[list[int]]) -> lis
     count, requests, longest = len(batch.req_ids), runner.requests, runner.max_model_len
     scheduled = scheduler_output.num_spec_tokens_to_schedule  # fewer in large batches, if vLLM is told so
     verifiable = runner.device.type != "cpu" or keyed is not None  # drafts of sampled requests, too
-    texts = batch.token_ids_cpu
+    embedded = getattr(batch, "req_prompt_embeds", {})
     facts = zip(batch.req_ids, sampled, batch.num_tokens_no_spec[:count].tolist(),
                 batch.num_prompt_tokens[:count].tolist(), strict=True)
     rows = list[Row]()
@@ -236,7 +236,7 @@ def rows_of(runner: Any, scheduler_output: Any, sampled: list[list[int]]) -> lis
         most, extra, least = params.max_tokens, params.extra_args, prompt + params.min_tokens - length
         rows.append(Row(request, length, tuple(new), drafted, prompt,
                         longest if most is None else min(prompt + most, longest),
-                        partial(text_of, texts, index, length, batch.vocab_size),
+                        partial(text_of, batch, index, length, index in embedded),
                         verifiable or params.temperature == 0.0,
                         GREEDY if keyed is None else keyed.cache.of(request, params)[0],
                         extra.get(SWITCH) if extra else None, None, extra.get(HEADER) if extra else None,
@@ -250,12 +250,16 @@ def ends(params: Any, new: list[int]) -> bool:
     return not {params.eos_token_id, *stops}.isdisjoint(new)
 
 
-def text_of(texts: Any, index: int, length: int, vocab_size: int) -> list[int]:
+def text_of(batch: Any, index: int, length: int, embedded: bool) -> list[int]:
     """The first ``length`` tokens of row ``index``. An image's placeholder may be an id beyond the vocabulary, which
-    drafts refuse and which would crash the engine in verification, so it becomes token 0."""
-    tokens = texts[index, :length]
-    valid: list[int] = np.where((tokens >= 0) & (tokens < vocab_size), tokens, 0).tolist()
-    return valid
+    drafts refuse and which would crash the engine in verification, so it becomes token 0; so does, in an ``embedded``
+    prompt, what is no token: the row there has the text of the request before."""
+    tokens = batch.token_ids_cpu[index, :length]
+    valid = (tokens >= 0) & (tokens < batch.vocab_size)
+    if embedded:
+        valid &= batch.is_token_ids[index, :length]
+    text: list[int] = np.where(valid, tokens, 0).tolist()
+    return text
 
 
 def batch_of(runner: Any, scheduler_output: Any, sampled: list[list[int]], is_lasting: Callable[[Any], bool]) -> Batch:
