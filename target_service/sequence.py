@@ -16,6 +16,8 @@ Rules of the KV:
 2. Every slot is free or owned once (``check``).
 3. Feature rows of the newest tokens of all sequences are made in one product. An error there costs only drafts, never
    an answer: if the device is lost, the next step fails anyway.
+4. A prompt is taken from the cache as far as its feature rows are there. What was computed before a drafter read any
+   (the target may be up first) is computed once more, and the cache has its rows from then on.
 
 It knows nothing about the schedule, the links or the device.
 """
@@ -247,6 +249,7 @@ class KV:
         if self._cache is not None:
             # A row that is scored has to be computed, also if its KV is cached.
             end = sequence.num_scored if sequence.needs_scoring else -1
+            end = self._peek(sequence, end)[0]
             match = self._cache.match(sequence.tokens_as_array()[:end], sequence.request.namespace)
             self._cache.lock(match)
             sequence.match = match
@@ -264,7 +267,13 @@ class KV:
         slot."""
         if self._cache is None or sequence.needs_scoring:
             return 0, 0
-        return self._cache.peek(sequence.tokens_as_array()[:-1], sequence.request.namespace)
+        return self._peek(sequence, -1)
+
+    def _peek(self, sequence: Sequence, end: int) -> tuple[int, int]:
+        """Rule 4."""
+        assert self._cache is not None
+        return self._cache.peek(sequence.tokens_as_array()[:end], sequence.request.namespace,
+                                self._runner.feature_slots)
 
     def freed_by_release(self, sequence: Sequence) -> int:
         """How many slots become free if it is put back."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,11 @@ from slipstream.engine.loading import load_model
 from slipstream.engine.runner import ModelRunner
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.protocol.messages import PROTOCOL_VERSION, Features, Growth, Open, TargetHello
-from slipstream.protocol.requests import Request, Sampling
+from slipstream.protocol.requests import Piece, Request, Sampling
 from slipstream.wire.local import LocalLink
 from target_service import step
 from target_service.loop import TargetWorker
+from target_service.service import deliver
 from target_service.step import Limits
 from tests.mtp_folder import mtp_config, write_mtp_target
 from tests.pair import STUBBORN
@@ -64,6 +66,7 @@ class Compared:
         self.known: dict[tuple[int, ...], bytes] = {}
         self.opened: dict[int, Open] = {}
         self.num_rows = self.num_trees = 0
+        self.first_rows: dict[int, int] = {}  # of each session
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.drafter, name)
@@ -96,6 +99,7 @@ class Compared:
             expected = np.frombuffer(rows[message.start * size : end * size])
             np.testing.assert_allclose(np.frombuffer(message.rows), expected, atol=1e-9)
             self.num_rows += message.num_rows
+            self.first_rows.setdefault(message.session, message.start)
         self.drafter.absorb(features)
 
     def grow(self, ids: Sequence[int], budgets: Sequence[int], steps: int = 0) -> list[Growth]:
@@ -155,7 +159,7 @@ def pair(kind: str, run_ahead: int, folders: dict[str, Path], clock: Callable[[]
     compared = Compared(make, ModelRunner(model, 256), run_ahead > 0)
     draft = DraftWorker(compared, "", 30.0, run_ahead, clock=clock)
     target = TargetWorker(ModelRunner(model, 150), TargetSection(policy=STUBBORN, slots=150, prompt_lookup=False),
-                          StepCosts({1: 1e-2, 64: 2e-2}), TargetMetrics("tiny"), lambda _: None, clock,
+                          StepCosts({1: 1e-2, 64: 2e-2}), TargetMetrics("tiny"), deliver, clock,
                           limits=Limits(4, 48, 16))
     shape = model.config
     hello = TargetHello(PROTOCOL_VERSION, 0, "tiny", shape.vocab_size, "", shape.hidden_size, shape.num_layers,
@@ -196,3 +200,23 @@ def test_a_drafter_proposes_what_it_would_for_the_text_at_once(kind: str, run_ah
         target.poll()
         now_s[0] += 0.004
     assert compared.num_trees > 20 and (compared.spec is None or compared.num_rows > 100)
+
+
+def test_a_prompt_that_was_read_before_the_first_draft_came_has_its_states_once_it_is_asked_again(
+        folders: dict[str, Path]) -> None:
+    target, draft, link, compared = pair("eagle3", 0, folders, lambda: 0.0)
+    cached = dict[int, int]()
+
+    def note(piece: Piece | Exception, number: int) -> None:
+        assert isinstance(piece, Piece)
+        cached.setdefault(number, piece.cached_tokens)
+
+    for number in range(3):  # the first answer goes on meanwhile, and holds the prompt in the prefix cache
+        target.add_request(number, Request("", list(range(40)), Sampling(), (60, 4, 4)[number], speculate=number > 0),
+                           partial(note, number=number))
+        for _ in range(12):
+            target.poll()
+            draft.turn(block=False)
+        link.restore()
+    assert compared.first_rows == {1: 0, 2: 0}
+    assert cached == {0: 0, 1: 0, 2: 39}, "it is computed once more, and no more"

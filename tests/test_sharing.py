@@ -99,9 +99,9 @@ def test_what_is_known_of_a_prompt_is_looked_up_once_for_all_its_samples(
         tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looked, known = list[str](), RadixCache.peek
 
-    def watched(cache: RadixCache, tokens: ArrayLike, namespace: str) -> tuple[int, int]:
+    def watched(cache: RadixCache, tokens: ArrayLike, namespace: str, usable: None) -> tuple[int, int]:
         looked.append(namespace)
-        return known(cache, tokens, namespace)
+        return known(cache, tokens, namespace, usable)
 
     monkeypatch.setattr(RadixCache, "peek", watched)
     worker, told = target(tiny_folder, limits=Limits(8, 16, 8)), [Told() for _ in range(6)]

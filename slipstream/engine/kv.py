@@ -255,13 +255,15 @@ class RadixCache:
         node, length = self._descend(self._roots.get(namespace) or _root(), np.asarray(tokens, np.int64))
         return Match(length, _slots(node), node)
 
-    def peek(self, tokens: ArrayLike, namespace: str = "") -> tuple[int, int]:
+    def peek(self, tokens: ArrayLike, namespace: str = "", usable: NDArray[np.bool_] | None = None) -> tuple[int, int]:
         """How many of tokens [n] are cached in ``namespace``, and how many of those are locked. It changes nothing, not
-        even when they were last used."""
+        even when they were last used. usable: [S] slots that count; None: all."""
         tokens, at, locked = np.asarray(tokens, np.int64), 0, 0
         node = self._roots.get(namespace)
         while node is not None and at < len(tokens) and (child := node.children.get(int(tokens[at]))) is not None:
             common = _common(child.tokens, tokens[at:])
+            if usable is not None and not (counted := usable[child.slots[:common]]).all():
+                common = int(counted.argmin())
             node, at = child if common == len(child.tokens) else None, at + common
             locked = at if child.locks else locked
         return at, locked

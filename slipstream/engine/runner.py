@@ -304,6 +304,11 @@ class ModelRunner:
             self._features.index_copy_(0, target, self._features.index_select(0, source))
             self._has_features[new[available]] = True
 
+    @property
+    def feature_slots(self) -> NDArray[np.bool_] | None:
+        """[S] whether a slot's feature row is there; None: no rows are kept."""
+        return self._has_features if self.taps else None
+
     def features_from(self, slots: NDArray[np.int64]) -> int:
         """The first index in ``slots`` from which on every feature row is there; ``len(slots)``: the last is not."""
         unknown = np.flatnonzero(~self._has_features[slots])
