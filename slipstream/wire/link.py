@@ -182,8 +182,12 @@ class Outbox(Generic[Item]):
 
 
 def _num_row_bytes(items: Sequence[object]) -> int:
-    found = (item.features if isinstance(item, Commit) else item for item in items)
-    return sum([len(features.rows) for features in found if isinstance(features, Features)])
+    num_bytes = 0
+    for item in items:
+        features = item.features if isinstance(item, Commit) else item
+        if isinstance(features, Features):
+            num_bytes += len(features.rows)
+    return num_bytes
 
 
 class ByteStream(Protocol):
