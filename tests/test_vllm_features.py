@@ -262,17 +262,21 @@ def test_a_prefix_hit_a_resumed_request_and_a_draft_that_comes_back_have_all_the
         assert engine.told(request) == everything(engine, request)
 
 
-@pytest.mark.parametrize("groups", [("window", "full"), ("window", "window", "full", "window")])
-def test_where_layers_see_a_window_rows_are_kept_by_the_blocks_of_those_that_see_all(groups: Sequence[str]) -> None:
-    runner = Runner({"a": PROMPT, "b": PROMPT[3:]}, {"a": range(1, 30), "b": range(30, 60)})
-    runner.set_groups(*groups)
-    engine = Engine(runner)
+def check_two_prompts(engine: Engine) -> None:
+    """Drafts get the rows of two prompts, one of them computed in two parts."""
     engine.comes()
     engine.step({"a": 20})
     engine.step({"a": len(PROMPT) - 20, "b": len(PROMPT) - 3})
     engine.step({"a": 1, "b": 1})
     for request in ("a", "b"):
         assert engine.told(request) == everything(engine, request)
+
+
+@pytest.mark.parametrize("groups", [("window", "full"), ("window", "window", "full", "window")])
+def test_where_layers_see_a_window_rows_are_kept_by_the_blocks_of_those_that_see_all(groups: Sequence[str]) -> None:
+    runner = Runner({"a": PROMPT, "b": PROMPT[3:]}, {"a": range(1, 30), "b": range(30, 60)})
+    runner.set_groups(*groups)
+    check_two_prompts(Engine(runner))
 
 
 def test_where_ranks_share_the_kv_of_a_text_rows_of_all_of_it_are_kept() -> None:
@@ -290,13 +294,7 @@ def test_the_newest_rows_are_kept_wherever_vllm_puts_their_kv() -> None:
     """A row's place followed from its slot: of a prompt of 2,000 tokens, beside 4,000 of others, one GiB held the
     newest 200, where 43,690 of an 8B model have room."""
     runner = Runner({"a": PROMPT, "b": PROMPT[3:]}, {"a": range(1, 500, 16), "b": range(2, 500, 16)})
-    engine = Engine(runner, places=64)
-    engine.comes()
-    engine.step({"a": 20})
-    engine.step({"a": len(PROMPT) - 20, "b": len(PROMPT) - 3})
-    engine.step({"a": 1, "b": 1})
-    for request in ("a", "b"):
-        assert engine.told(request) == everything(engine, request)
+    check_two_prompts(Engine(runner, places=64))
 
 
 def test_where_all_slots_have_room_no_row_is_ever_gone() -> None:

@@ -180,7 +180,7 @@ class ExplorationBudget:
 
 NEAR_RATE = 0.15  # of a surprise that changes the cost of row counts near the measured one
 FAR_RATE = 0.03  # and of all row counts: a machine under load is slower everywhere
-FORGET_AFTER = 512  # steps: then what a guess has learnt of row counts that none was near is forgotten
+FORGET_AFTER = 512  # steps without one near a row count: then what a guess has learnt of its cost is forgotten
 FADE_RATE = 0.0005  # of what is believed beyond the profile's shape, or of reading, for each step that does not show it
 BUSY_AT_START = math.log(1.25)  # one of the first steps that takes so much less says that the profile is too high
 MAX_SURPRISE = math.log(4.0)  # one odd step counts as no more than this

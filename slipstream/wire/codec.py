@@ -123,7 +123,7 @@ def _encode_frames(message_type: Callable[[], Any], incarnation: int, items: Seq
     frame = message.frame
     frame.incarnation = incarnation
     # Checked first, because rows that do not fit would be copied for nothing.
-    if len(items) == 1 or (len(items) <= MAX_FRAME_ITEMS and _row_bytes(items) <= max_bytes):
+    if len(items) == 1 or (len(items) <= MAX_FRAME_ITEMS and row_bytes(items) <= max_bytes):
         for item in items:
             _write_item(frame.items.add(), item)
         data = message.SerializeToString()
@@ -137,7 +137,7 @@ def _encode_frames(message_type: Callable[[], Any], incarnation: int, items: Seq
     return frames + more_frames, oversized + more_oversized
 
 
-def _row_bytes(items: Sequence[Any]) -> int:
+def row_bytes(items: Sequence[Any]) -> int:
     """Bytes of the feature rows in ``items``."""
     size = 0
     for item in items:
