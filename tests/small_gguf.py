@@ -16,7 +16,7 @@ SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
 MERGES = ["h e", "l l", "Ġ 1"]
 TOKENS = [*SPECIALS, *LETTERS, "he", "ll", "Ġ1"]
-Q4_1, Q8_0, F16, F32, F64 = (gguf.GGMLQuantizationType[name] for name in ("Q4_1", "Q8_0", "F16", "F32", "F64"))
+Q4_1, Q8_0, F16, F32 = (gguf.GGMLQuantizationType[name] for name in ("Q4_1", "Q8_0", "F16", "F32"))
 
 
 def small_metadata() -> dict[str, Any]:
@@ -49,9 +49,8 @@ def small_tensors() -> dict[str, tuple[np.ndarray[Any, Any], Any]]:
     return {name: (rng.normal(size=shape).astype(np.float32), kind) for name, (shape, kind) in shapes.items()}
 
 
-def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, tuple[Any, Any]],
-               architecture: str = "llama") -> Path:
-    writer = gguf.GGUFWriter(path, architecture)
+def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, tuple[Any, Any]]) -> Path:
+    writer = gguf.GGUFWriter(path, "llama")
     for key, value in metadata.items():
         if isinstance(value, list):
             writer.add_array(key, value)
@@ -62,7 +61,7 @@ def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, tu
         else:
             writer.add_uint32(key, value)
     for name, (values, kind) in tensors.items():
-        writer.add_tensor(name, values if kind == F64 else gguf.quantize(values, kind), raw_dtype=kind)
+        writer.add_tensor(name, gguf.quantize(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

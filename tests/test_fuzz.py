@@ -10,7 +10,7 @@ from tests_fuzz import kept
 from tests_fuzz.doors import DOORS
 
 # Inputs of those that take milliseconds.
-SLOW = {"model-folder": 20, "gguf": 20, "template": 3, "grammar": 10, "http-answer": 50, "http-messages": 50,
+SLOW = {"model-folder": 20, "template": 3, "grammar": 10, "http-answer": 50, "http-messages": 50,
         "http-responses": 50, "http-counting": 50, "event-ids": 50, "grpc-answer": 50}
 
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from resource import RLIMIT_FSIZE, getrlimit, setrlimit
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ from slipstream.models.folder import (
     resolve_drafter,
     tokenizer_hash,
 )
-from tests.small_gguf import F64, small_metadata, small_tensors, write_gguf
+from tests.small_gguf import small_metadata, small_tensors, write_gguf
 
 
 @pytest.fixture(scope="module")
@@ -89,13 +90,15 @@ def test_many_preparing_at_once_agree(small_gguf: Path, tmp_path: Path, monkeypa
     assert [path.name for path in dest.parent.iterdir()] == ["race"]
 
 
-def test_failed_preparation_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors = small_tensors()
-    tensors["output_norm.weight"] = (tensors["output_norm.weight"][0].astype(np.float64), F64)
-    path = write_gguf(tmp_path / "late.gguf", small_metadata(), tensors)
-    known = packaged(tmp_path, monkeypatch, "late", path.read_bytes())
-    with pytest.raises(ModelError, match=r"output_norm\.weight: F64"):
-        prepare("late", tmp_path / "models" / "late", known=known)
+def test_failed_preparation_leaves_nothing(small_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a full disk: a file cannot grow beyond some size, which the weights are above."""
+    known, limits = packaged(tmp_path, monkeypatch, "late", small_gguf.read_bytes()), getrlimit(RLIMIT_FSIZE)
+    setrlimit(RLIMIT_FSIZE, (1 << 16, limits[1]))
+    try:
+        with pytest.raises(ModelError, match=r"cannot write .*its size in disk"):
+            prepare("late", tmp_path / "models" / "late", known=known)
+    finally:
+        setrlimit(RLIMIT_FSIZE, limits)
     assert list((tmp_path / "models").iterdir()) == []
 
 

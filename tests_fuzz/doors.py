@@ -33,7 +33,6 @@ from slipstream.base.errors import (
 )
 from slipstream.engine.loading import load_model
 from slipstream.models.folder import load_tokenizer, template_source
-from slipstream.models.gguf import GgufFile, build_tokenizer, read_dimensions, tensor_specs
 from slipstream.protocol.chat import ChatOptions, Delta, Message, TextToken, ToolCall, Usage
 from slipstream.protocol.grammar import Grammar
 from slipstream.protocol.identity import Identity
@@ -77,7 +76,6 @@ from slipstream.wire.inference import (
     encode_complete,
     encode_delta,
 )
-from tests.small_gguf import small_metadata, small_tensors, write_gguf
 from tests_fuzz import asking, programs
 from tests_fuzz.programs import folder
 
@@ -256,24 +254,6 @@ def folder_seeds() -> Iterator[bytes]:
             yield bytes([number]) + file.read_bytes()
 
 
-def gguf_file(data: bytes) -> None:
-    with tempfile.NamedTemporaryFile(prefix="fuzz-", suffix=".gguf") as file:
-        file.write(data)
-        file.flush()
-        source = GgufFile(Path(file.name))
-        dimensions = read_dimensions(source)
-        tensor_specs(dimensions, tied=True)
-        build_tokenizer(source, dimensions.vocab)
-
-
-def gguf_seeds() -> Iterator[bytes]:
-    with tempfile.NamedTemporaryFile(prefix="fuzz-", suffix=".gguf") as file:
-        write_gguf(Path(file.name), small_metadata(), {})
-        yield Path(file.name).read_bytes()
-        write_gguf(Path(file.name), small_metadata(), small_tensors())
-        yield Path(file.name).read_bytes()
-
-
 def settings(data: bytes) -> None:
     with tempfile.NamedTemporaryFile(prefix="fuzz-", suffix=".yaml") as file:
         file.write(data)
@@ -299,7 +279,6 @@ DOORS: dict[str, Door] = {
     "told-by-target": Door(told_by_target, (RemoteProtocolError,), target_seeds),
     "model-folder": Door(model_folder, (ModelError, ConfigError), folder_seeds),
     "template": Door(programs.template, (ModelError, InvalidRequest), programs.template_seeds),
-    "gguf": Door(gguf_file, (ModelError,), gguf_seeds),
     "settings": Door(settings, (ConfigError,), settings_seeds),
     "grammar": Door(programs.grammar, (InvalidRequest,), programs.grammar_seeds),
     "markup": Door(asking.markup, (), asking.markup_seeds),

@@ -231,14 +231,14 @@ def prepare(name: str, dest: Path | None = None, known: Mapping[str, KnownModel]
     if found != model.sha256:
         raise ModelError(f"{model.file}: sha256 is {found}, expected {model.sha256}; run: {model.install}")
     try:
-        from slipstream.models.gguf import GgufFile, convert
+        from slipstream.models.gguf import convert
     except ImportError as error:
         raise ModelError(f"preparing a model needs more packages ({error}); run: pip install 'slipstream[engine]'"
                          ) from error
     receipt = {"name": model.name, "license": model.license,
                "source": {"package": model.package, "file": model.file, "sha256": found}}
     with new_model_folder(folder, receipt) as new_folder, _progress_bar(f"preparing {name}") as report:
-        for file_name, content in convert(GgufFile(source), new_folder, report).items():
+        for file_name, content in convert(source, new_folder, report).items():
             write_json(new_folder / file_name, content)
     return folder
 
