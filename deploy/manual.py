@@ -6,15 +6,13 @@ import ast
 import json
 import re
 from collections.abc import Mapping, Sequence
-from enum import StrEnum
 from pathlib import Path
-from typing import TypeVar
 
 from router_service.dialects.fields import GRPC_DIFFERENCES, HONOURED, INERT, REFUSED
 from slipstream.base.config import Config, config_yaml
 from slipstream.base.errors import STATUS
 from slipstream.protocol.messages import DROP_REASONS, FEATURE_DTYPES, PROTOCOL_VERSION
-from slipstream.protocol.session import DRAFT_TABLE, LEASE_S, TARGET_TABLE
+from slipstream.protocol.session import LEASE_S, TARGET_TABLE
 from slipstream.protocol.tree import MAX_HELD, MAX_NODES
 from slipstream.wire.channel import RULES
 from slipstream.wire.codec import MAX_PROJECTION_BYTES, MAX_TAPS
@@ -28,8 +26,6 @@ FOLDERS = ("slipstream/base", "slipstream/protocol", "slipstream/decision", "sli
 
 ROOT, DOCS = Path(__file__).parent.parent, Path("docs")
 Rows = Sequence[Sequence[str]]
-S = TypeVar("S", bound=StrEnum)
-E = TypeVar("E", bound=StrEnum)
 
 CONFIG_PAGE = """# Configuration
 
@@ -66,8 +62,9 @@ def folder_map() -> str:
 def tables() -> dict[str, str]:
     """Every table of the pages about protocol and API, by name."""
     return {
-        "target": markdown(("state", "event", "next state", "what is done"), _transitions(TARGET_TABLE)),
-        "draft": markdown(("state", "event", "next state", "what is done"), _transitions(DRAFT_TABLE)),
+        "target": markdown(("state", "event", "next state", "what is done"), [
+            (state.value, event.value, after.value, "" if action == "-" else action)
+            for (state, event), (after, action) in TARGET_TABLE.items()]),
         "limits": markdown(("limit", "value", "what happens beyond it"), _limits()),
         "errors": markdown(("error", "what it means", "gRPC", "HTTP", "OpenAI type"), _errors()),
         "honoured": "\n".join(f"- {names}: {text}" for names, text in _group_by_text(HONOURED)),
@@ -86,11 +83,6 @@ def _sentence(path: Path) -> str:
     paragraph = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n\n")[0]
     sentence = " ".join(paragraph.split()).partition(". ")[0].replace("``", "`")
     return sentence if not sentence or sentence.endswith((".", "?")) else sentence + "."
-
-
-def _transitions(table: Mapping[tuple[S, E], tuple[S, str]]) -> Rows:
-    return [(state.value, event.value, after.value, "" if action == "-" else action)
-            for (state, event), (after, action) in table.items()]
 
 
 def _limits() -> Rows:

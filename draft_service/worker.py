@@ -408,7 +408,7 @@ class DraftWorker:
         now_s = self._clock()
         self._next_sweep_s = now_s + self._lease_s / 4
         for session in [s for s in self._sessions.values() if now_s - s.side.received_s > self._lease_s]:
-            self._drop(session, DraftEvent.EXPIRE, "expired", round_)
+            self._drop(session, "expired", round_)
             self.metrics.expired()
 
     def _refuse(self, peer: Peer, session_id: int, error: RemoteProtocolError, round_: Round) -> None:
@@ -420,7 +420,7 @@ class DraftWorker:
             peer.refuse(error.field)
         session = self._sessions.get((peer, session_id))
         if session is not None:
-            self._drop(session, DraftEvent.CLOSE, "invalid", round_)
+            self._drop(session, "invalid", round_)
 
     def _handle(self, peer: Peer, item: DraftBound, round_: Round) -> None:
         session = self._sessions.get((peer, item.session))
@@ -472,7 +472,7 @@ class DraftWorker:
         if (donor := donor_by_host(holders, peer, lambda holder: holder.name.rpartition(":")[0])) is None:
             return False
         oldest = next(session for session in self._sessions.values() if session.peer == donor)
-        self._drop(oldest, DraftEvent.CLOSE, "capacity", round_)
+        self._drop(oldest, "capacity", round_)
         return True
 
     def _feed_drafter(self, round_: Round) -> None:
@@ -480,7 +480,7 @@ class DraftWorker:
             self._drafter.close(round_.closes)
         if round_.opens:
             for number in self._drafter.open([message for _, message in round_.opens.values()]):
-                self._drop(round_.opens[number][0], DraftEvent.CLOSE, "capacity", round_)
+                self._drop(round_.opens[number][0], "capacity", round_)
             for session, _ in round_.opens.values():
                 session.tree = self._drafter.tree(session.number)
         if round_.commits:
@@ -543,8 +543,7 @@ class DraftWorker:
         for _, growth in round_.growths:
             self._trace.sent("device", "growth", growth_key(growth), call.ended_s)
 
-    def _drop(self, session: DraftSession, event: DraftEvent, reason: str, round_: Round) -> None:
-        session.side.apply(event)
+    def _drop(self, session: DraftSession, reason: str, round_: Round) -> None:
         self._forget(session, round_)
         round_.answers[session.peer].append(Drop(session.side.session, reason, session.side.base))
 
@@ -557,7 +556,6 @@ class DraftWorker:
 
     def _forget_peer(self, peer: Peer, round_: Round) -> None:
         for session in [s for s in self._sessions.values() if s.peer is peer]:
-            session.side.apply(DraftEvent.LOST)
             self._forget(session, round_)
         round_.answers.pop(peer, None)
         self._faults.pop(peer, None)
@@ -568,4 +566,4 @@ class DraftWorker:
 
     def _give_up_all(self, reason: str, round_: Round) -> None:
         for session in list(self._sessions.values()):
-            self._drop(session, DraftEvent.CLOSE, reason, round_)
+            self._drop(session, reason, round_)

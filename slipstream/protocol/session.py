@@ -4,8 +4,8 @@ Rules of the sides:
 1. The target's committed tokens are the only source; everything on the draft side is a cache of them.
 2. Both sides re-root on every commit. That is the whole asynchronous protocol: growth may cross a commit on the wire,
    be late, be lost or come twice, and the worst that happens is a smaller tree.
-3. What a message does is looked up in a table, so every (state, event) has an answer; the tables are printed into
-   ``docs/PROTOCOL.md``.
+3. What an event does to the target's side is looked up in a table, so every (state, event) has an answer; it is
+   printed into ``docs/PROTOCOL.md``. The draft's side exists as long as the session is open there.
 4. An invalid message ends drafting by that peer for this session, never the session.
 
 Rules of the text (``PromptLookup``):
@@ -63,15 +63,8 @@ class TargetEvent(StrEnum):
 FOLLOWED, COMMIT, GROWTH = TargetState.FOLLOWED, TargetEvent.COMMIT, TargetEvent.GROWTH
 
 
-class DraftState(StrEnum):
-    __hash__ = str.__hash__
-
-    ABSENT = "absent"
-    OPEN = "open"
-
-
 class DraftEvent(StrEnum):
-    __hash__ = str.__hash__
+    """What a message of the target is to an open session."""
 
     OPEN = "open"
     FEATURES = "features"
@@ -79,8 +72,6 @@ class DraftEvent(StrEnum):
     REPEAT = "repeat"  # a commit that is known already
     GAP = "gap"  # a commit that does not continue what we hold
     CLOSE = "close"
-    LOST = "lost"  # the link is gone
-    EXPIRE = "expire"  # no message for a lease
 
 
 # (state, event) -> (next state, what is done). "-" is nothing.
@@ -104,25 +95,6 @@ TARGET_TABLE: dict[tuple[TargetState, TargetEvent], tuple[TargetState, str]] = {
     (TargetState.CLOSED, TargetEvent.LOST): (TargetState.CLOSED, "-"),
     (TargetState.CLOSED, TargetEvent.DETACH): (TargetState.CLOSED, "-"),
     (TargetState.CLOSED, TargetEvent.CLOSE): (TargetState.CLOSED, "-"),
-}
-
-DRAFT_TABLE: dict[tuple[DraftState, DraftEvent], tuple[DraftState, str]] = {
-    (DraftState.ABSENT, DraftEvent.OPEN): (DraftState.OPEN, "open, grow"),
-    (DraftState.ABSENT, DraftEvent.FEATURES): (DraftState.ABSENT, "-"),
-    (DraftState.ABSENT, DraftEvent.COMMIT): (DraftState.ABSENT, "send Drop(unknown)"),
-    (DraftState.ABSENT, DraftEvent.REPEAT): (DraftState.ABSENT, "-"),
-    (DraftState.ABSENT, DraftEvent.GAP): (DraftState.ABSENT, "send Drop(unknown)"),
-    (DraftState.ABSENT, DraftEvent.CLOSE): (DraftState.ABSENT, "-"),
-    (DraftState.ABSENT, DraftEvent.LOST): (DraftState.ABSENT, "-"),
-    (DraftState.ABSENT, DraftEvent.EXPIRE): (DraftState.ABSENT, "-"),
-    (DraftState.OPEN, DraftEvent.OPEN): (DraftState.OPEN, "open again, grow"),
-    (DraftState.OPEN, DraftEvent.FEATURES): (DraftState.OPEN, "absorb"),
-    (DraftState.OPEN, DraftEvent.COMMIT): (DraftState.OPEN, "commit, grow"),
-    (DraftState.OPEN, DraftEvent.REPEAT): (DraftState.OPEN, "-"),
-    (DraftState.OPEN, DraftEvent.GAP): (DraftState.ABSENT, "free, send Drop(gap)"),
-    (DraftState.OPEN, DraftEvent.CLOSE): (DraftState.ABSENT, "free"),
-    (DraftState.OPEN, DraftEvent.LOST): (DraftState.ABSENT, "free"),
-    (DraftState.OPEN, DraftEvent.EXPIRE): (DraftState.ABSENT, "free, send Drop(expired)"),
 }
 
 
@@ -298,36 +270,28 @@ class TargetSide:
 
 
 class DraftSide:
-    """The draft's side of one session: how far it follows, and when the target last sent something about it."""
+    """The draft's side of one open session: how far it follows, and when the target last sent something about it."""
 
-    __slots__ = ("base", "received_s", "session", "state")
+    __slots__ = ("base", "received_s", "session")
 
     def __init__(self, session: int) -> None:
         self.session = session
-        self.state = DraftState.ABSENT
         self.base = 0
         self.received_s = 0.0
 
     def receive(self, message: Open | Features | Commit | Close, now_s: float) -> DraftEvent:
-        """Take a message of the target and return which event it is. The caller does what the table has for that
-        event."""
+        """Take a message of the target. Returns what it is; the caller acts on it."""
         self.received_s = now_s
         if isinstance(message, Commit):
             base = message.base + len(message.tokens)
-            event = (DraftEvent.COMMIT if message.base == self.base else
-                     DraftEvent.REPEAT if base <= self.base else DraftEvent.GAP)
-            if event is DraftEvent.COMMIT:
-                self.base = base
-        elif isinstance(message, Open):
-            event, self.base = DraftEvent.OPEN, len(message.tokens)
-        else:
-            event = DraftEvent.CLOSE if isinstance(message, Close) else DraftEvent.FEATURES
-        self.state = DRAFT_TABLE[self.state, event][0]
-        return event
-
-    def apply(self, event: DraftEvent) -> None:
-        """Apply an event that came without a message (a lost link, an expired lease)."""
-        self.state = DRAFT_TABLE[self.state, event][0]
+            if message.base != self.base:
+                return DraftEvent.REPEAT if base <= self.base else DraftEvent.GAP
+            self.base = base
+            return DraftEvent.COMMIT
+        if isinstance(message, Open):
+            self.base = len(message.tokens)
+            return DraftEvent.OPEN
+        return DraftEvent.CLOSE if isinstance(message, Close) else DraftEvent.FEATURES
 
 
 # Occurrences looked at for one suffix length, the newest first; where only the longest match is wanted.
