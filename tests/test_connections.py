@@ -405,6 +405,23 @@ async def test_sockets_that_say_nothing_leave_grpc_to_those_that_do() -> None:
     await server.drain(0)
 
 
+async def test_a_client_may_ping_ten_times_as_often_as_ours() -> None:
+    """Our clients ping every ten seconds; grpc-js and .NET are told to do it each second. gRPC's server counts pings
+    that come too soon, and closes the connection with the third."""
+    rules = replace(RULES, keepalive_s=2.0)
+    server = GrpcServer("127.0.0.1:0", WireSection(), [InferenceServicer(lambda *_: Lists())], rules=rules)
+    reader, writer = await asyncio.open_connection("127.0.0.1", await server.start())
+    settings, ping = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]), bytes([0, 0, 8, 6, 0, 0, 0, 0, 0])
+    writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + settings)
+    for n in range(5):
+        writer.write(ping + n.to_bytes(8))
+        answer = ping[:4] + b"\1" + ping[5:] + n.to_bytes(8)
+        await asyncio.wait_for(reader.readuntil(answer), 5.0)
+        await asyncio.sleep(0.12)
+    writer.close()
+    await server.drain(0)
+
+
 async def drained_again_and_again() -> None:
     """One drain has an hour; others have no time, and begin in each turn of the loop until all is closed."""
     server = GrpcServer("127.0.0.1:0", WireSection(), [InferenceServicer(lambda *_: Lists())])

@@ -43,7 +43,7 @@ from slipstream.protocol.requests import Piece, Request, Sampling, TargetInfo
 from slipstream.wire.channel import ConnectionRules
 from slipstream.wire.client import AsyncClient, Client
 from slipstream.wire.codec import decode_target_hello, encode_draft_frames, encode_draft_hello, encode_target_hello
-from slipstream.wire.inference import InferenceServicer
+from slipstream.wire.inference import InferenceServicer, encode_complete
 from slipstream.wire.link import DraftLink, Outbox
 from slipstream.wire.local import LocalLink
 from slipstream.wire.server import MAX_ASKING, MAX_WATCHING_EACH, SERVING, GrpcServer, bind_guard
@@ -898,7 +898,19 @@ async def test_nothing_is_read_without_a_key_and_nothing_is_waited_for_for_ever(
         for shown in ("Bearer sesame", "bearer sesame", "BEARER  sesame ", "sesame"):  # as over HTTP, or the key alone
             call = begin(metadata=(("authorization", shown),))
             await call.done_writing()
-            assert await asyncio.wait_for(call.details(), 4.0) == "is missing"
+            assert await asyncio.wait_for(call.details(), 4.0) == "request: is missing"
+    await server.drain(0)
+
+
+async def test_a_client_of_another_language_reads_in_the_details_which_field_is_wrong() -> None:
+    server, _, address = await serve_parrot()
+    async with aio.insecure_channel(address) as channel, AsyncClient(address) as client:
+        complete = channel.unary_stream("/slipstream.v1.InferenceService/Complete")
+        call = complete(encode_complete("x", "a", ChatOptions()))
+        assert await call.details() == "model: no model x"
+        with pytest.raises(NotFound) as raised:
+            await anext(client.complete("a", model="x"))
+        assert (raised.value.field, raised.value.message) == ("model", "no model x"), "the field is said once"
     await server.drain(0)
 
 

@@ -77,7 +77,8 @@ def client_options(rules: ConnectionRules) -> Options:
 def server_options(rules: ConnectionRules) -> Options:
     return (
         *_common_options(rules),
-        ("grpc.http2.min_ping_interval_without_data_ms", round(rules.keepalive_s * 500)),
+        # Clients of others ping each second; one that does it more often than allowed loses all its answers.
+        ("grpc.http2.min_ping_interval_without_data_ms", round(rules.keepalive_s * 50)),
         ("grpc.max_concurrent_streams", 1024),
         ("grpc.max_allowed_incoming_connections", rules.connections),
         ("grpc.server_handshake_timeout_ms", round(rules.handshake_s * 1000)),

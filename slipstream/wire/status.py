@@ -3,7 +3,7 @@
 Rules:
 1. The status code comes from ``errors.status_of``; class, field and time to wait travel as trailing metadata, in the
    message that also carries the error of one answer (``AnswerError``). A class that callers do not know travels as its
-   base class.
+   base class. The details begin with the field, because clients of other languages read nothing else.
 2. An error that is not ours becomes INTERNAL without its text: it may hold anything.
 3. Errors of the transport itself (refused, reset, too late) become Unavailable.
 
@@ -107,7 +107,8 @@ def status_parts(error: Exception) -> tuple[grpc.StatusCode, str, tuple[tuple[st
     report = ErrorReport.of(error)
     wire = target_pb2.AnswerError(**field_values(report, "message"))  # the message is in the details
     metadata = ((METADATA, wire.SerializeToString()),) if report.kind else ()
-    return CODES[status_of(error)[0]], report.message, metadata
+    details = f"{report.field}: {report.message}" if report.field else report.message
+    return CODES[status_of(error)[0]], details, metadata
 
 
 def from_grpc_error(error: grpc.RpcError, peer: str) -> SlipstreamError:
@@ -117,7 +118,8 @@ def from_grpc_error(error: grpc.RpcError, peer: str) -> SlipstreamError:
     with contextlib.suppress(DecodeError):
         # Read as pairs: in gRPC 1.71 its own class gives pairs for keys, too, and makes no dict.
         wire.ParseFromString(next((value for name, value in call.trailing_metadata() or () if name == METADATA), b""))
-    if (reported := from_message(ErrorReport, wire, message=details).to_error()) is not None:
+    message = details.removeprefix(f"{wire.field}: ")  # without it: a server of an older release
+    if (reported := from_message(ErrorReport, wire, message=message).to_error()) is not None:
         return reported
     if call.code() is grpc.StatusCode.UNAUTHENTICATED:
         return InvalidRequest("api_key", details, "invalid_api_key")
