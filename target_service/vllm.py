@@ -178,7 +178,6 @@ class LoadedEngine:
     for requests that it refuses."""
 
     engine: Engine
-    version: str
     params: Callable[..., Any]
     refusal_errors: tuple[type[Exception], ...]
     served: ServedModel
@@ -457,11 +456,9 @@ class VllmService:
 
     async def info(self) -> TargetInfo:
         served, (running, waiting) = self._loaded.served, self._running_and_waiting
-        without: tuple[Without, ...] = (("trees",) if self._loaded.keyed
-                                        else ("keyed_sampling", "trees", "resumed_samples"))
+        without: tuple[Without, ...] = () if self._loaded.keyed else ("keyed_sampling",)
         return TargetInfo(served.model_id, served.vocab_size, self._max_context, served.tokenizer_hash, running,
-                          waiting, self._draining, self._drafts, engine=f"vllm {self._loaded.version}", without=without,
-                          identity=served.identity,
+                          waiting, self._draining, self._drafts, without=without, identity=served.identity,
                           takes=tuple(need for need in SUPPORTED
                                       if need != "grammar" or self._loaded.trials is not None))
 

@@ -195,7 +195,7 @@ def start(config: Config) -> LoadedEngine:
                     identity_of(engine.vllm_config, folder, version, config.target.vllm or {}, keyed))
     logger("target").info("model ready", model=name, engine=f"vllm {version}", dtype=str(model.dtype), slots=slots,
                           max_context=served.max_context, drafts=drafts(config))
-    return LoadedEngine(engine, version, params_of(), (VLLMClientError, ValueError), served, drafts(config), keyed,
+    return LoadedEngine(engine, params_of(), (VLLMClientError, ValueError), served, drafts(config), keyed,
                         cache_usage, reports, trials_of(folder), _bounds(engine.vllm_config),
                         envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS, cores)
 

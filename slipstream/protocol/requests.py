@@ -23,9 +23,8 @@ from slipstream.protocol.identity import Identity
 
 Finish = Literal["", "stop", "length"]
 State = Literal["speculate", "shadow", "plain"]
-# keyed_sampling: a seed does not fix an answer; trees: chains are verified; resumed_samples: a sampled answer that
-# another target began is refused.
-Without = Literal["keyed_sampling", "trees", "resumed_samples"]
+# keyed_sampling: a seed does not fix an answer, so a sampled one that another target began is refused.
+Without = Literal["keyed_sampling"]
 # Which chances log probabilities tell: the model's own; those after penalties, bias, what is forbidden, and
 # temperature; or also after top-k, top-p and min-p.
 LogprobsMode = Literal["raw", "tempered", "processed"]
@@ -314,7 +313,6 @@ class TargetInfo:
     draining: bool
     drafts: tuple[DraftStatus, ...] = ()
     lossy: bool = False  # accept thresholds below 1: sampled answers are not the model's own
-    engine: str = ""  # whose engine answers, with its version; "": the target's own
     without: tuple[Without, ...] = ()  # what an answer does without here
     identity: Identity | None = None  # None: it does not say
     takes: tuple[str, ...] = ()  # of ``NEEDS``: what it honours
