@@ -259,9 +259,8 @@ HELLO = TargetHello(1, 5, "tiny", VOCAB, "abc", 12, 4, 4096)
 DRAFT = DraftHello(1, 5, "eagle3", VOCAB, "", FeatureSpec((1, 2), 6, "float64", WHOLE), 12, 256, 63, 16)
 
 
-def chunk(index: int, weights: bytes) -> bytes:
-    return draft_pb2.ExchangeResponse(
-        projection=draft_pb2.ProjectionChunk(index=index, weights=weights)).SerializeToString()
+def chunk(weights: bytes) -> bytes:
+    return draft_pb2.ExchangeResponse(projection=draft_pb2.ProjectionChunk(weights=weights)).SerializeToString()
 
 
 @pytest.mark.parametrize("limit", [CHUNK_OVERHEAD + 1, CHUNK_OVERHEAD + 100, 1 << 20])
@@ -297,14 +296,14 @@ async def test_a_link_keeps_no_weights() -> None:
 
 
 HOSTILE = {
-    "not the first": [chunk(1, WEIGHTS)],
-    "twice": [chunk(0, WEIGHTS[:100]), chunk(0, WEIGHTS[:100])],
-    "too large": [chunk(0, WEIGHTS + b"x")],
-    "one byte too many": [chunk(0, WEIGHTS[:-1]), chunk(1, b"ab")],
-    "empty": [chunk(0, b"")],
+    "in another order": [chunk(WEIGHTS[100:]), chunk(WEIGHTS[:100])],
+    "twice": [chunk(WEIGHTS[:288]), chunk(WEIGHTS[:288])],
+    "too large": [chunk(WEIGHTS + b"x")],
+    "one byte too many": [chunk(WEIGHTS[:-1]), chunk(b"ab")],
+    "empty": [chunk(b"")],
     "no chunk": [b"\xff\xff"],
     "a frame": [draft_pb2.ExchangeResponse(frame=draft_pb2.DraftFrame(incarnation=5)).SerializeToString()],
-    "other weights": [chunk(0, WEIGHTS[::-1])],
+    "other weights": [chunk(WEIGHTS[::-1])],
 }
 
 
@@ -319,7 +318,7 @@ def test_hostile_chunks_are_typed_errors(name: str) -> None:
 
 def test_too_few_weights_are_never_a_projection() -> None:
     reader = ProjectionReader(replace(WHOLE, weights=b""))
-    reader.add(chunk(0, WEIGHTS[:8]))
+    reader.add(chunk(WEIGHTS[:8]))
     assert not reader.complete
     with pytest.raises(RemoteProtocolError, match="8 bytes where 576 were declared"):
         reader.finish()
@@ -379,10 +378,10 @@ async def hostile_draft(rig: Rig, messages: Sequence[bytes], ends: bool) -> tupl
 
 
 @pytest.mark.parametrize(("messages", "ends", "problem"), [
-    ([chunk(3, b"12345678")], False, "features.projection: chunk 3 where 0 is next"),
-    ([chunk(0, bytes(1 << 20))], False, "features.projection: a chunk of 1048576 bytes where 1152 are missing"),
-    ([chunk(0, bytes(1152))], False, "features.projection.digest: is not that of the weights"),
-    ([chunk(0, bytes(8))], True, "ended the stream before its projection"),
+    ([chunk(b"")], False, "features.projection: a chunk of 0 bytes where 1152 are missing"),
+    ([chunk(bytes(1 << 20))], False, "features.projection: a chunk of 1048576 bytes where 1152 are missing"),
+    ([chunk(bytes(1152))], False, "features.projection.digest: is not that of the weights"),
+    ([chunk(bytes(8))], True, "ended the stream before its projection"),
 ])
 async def test_the_target_serves_plain_beside_a_hostile_draft(tiny_folder: Path, messages: Sequence[bytes], ends: bool,
                                                               problem: str) -> None:

@@ -420,39 +420,36 @@ def _read_projection(wire: draft_pb2.Projection) -> Projection:
 def encode_projection(projection: Projection, max_bytes: int) -> Iterator[bytes]:
     """Messages of at most ``max_bytes``, in the order in which they must be sent."""
     step = max_bytes - CHUNK_OVERHEAD
-    for index, start in enumerate(range(0, len(projection.weights), step)):
+    for start in range(0, len(projection.weights), step):
         yield draft_pb2.ExchangeResponse(projection=draft_pb2.ProjectionChunk(
-            index=index, weights=projection.weights[start:start + step])).SerializeToString()
+            weights=projection.weights[start:start + step])).SerializeToString()
 
 
 class ProjectionReader:
     """Collects the chunks of one projection."""
 
-    __slots__ = ("_hash", "_next_index", "_projection", "_weights")
+    __slots__ = ("_hash", "_projection", "_weights")
 
     def __init__(self, projection: Projection) -> None:
         self._projection = projection
         self._hash = hashlib.sha256()
         self._weights = bytearray()
-        self._next_index = 0  # of the next chunk
 
     @property
     def complete(self) -> bool:
         return len(self._weights) == self._projection.size
 
     def add(self, data: bytes) -> None:
-        """Read one message. Raises RemoteProtocolError for anything but the next chunk."""
+        """Read one message. Raises RemoteProtocolError for anything but a chunk of what is missing."""
         message = draft_pb2.ExchangeResponse()
         parse(message, data, PROJECTION)
         require(message.WhichOneof("content") == "projection", PROJECTION, "a message that is no part of it")
         chunk = message.projection
-        require(chunk.index == self._next_index, PROJECTION, f"chunk {chunk.index} where {self._next_index} is next")
         missing = self._projection.size - len(self._weights)
         require(1 <= len(chunk.weights) <= missing, PROJECTION,
                 f"a chunk of {len(chunk.weights)} bytes where {missing} are missing")
         self._hash.update(chunk.weights)
         self._weights += chunk.weights
-        self._next_index += 1
 
     def finish(self) -> Projection:
         """The projection with its weights. Raises RemoteProtocolError when their digest is not the declared one."""
