@@ -26,8 +26,8 @@ DraftSession: the state of one session, and whether growing ahead pays while its
 Rules of a session:
 1. The tree shows which nodes the target has: it is re-rooted on every commit, as the target's tree is. Sent nodes that
    remain can be verified without a wait.
-2. If a target has no nodes, or few, it waits or goes on without drafts: its next growth is a whole tree, sent at once.
-   A target with more nodes gets further levels as they are grown, if it allows that.
+2. A target without nodes waits or goes on without drafts: its next growth is a whole tree, sent at once. One with nodes
+   gets further levels as they are grown, if it allows that.
 3. Growth stops at ``max_ahead`` nodes beyond those that the target would verify, when no likely node is left, when the
    drafter finds nothing more, or after ``MAX_GROWTHS_AHEAD`` growths (``conduct``). A commit starts it again.
 
@@ -79,7 +79,6 @@ CPU = torch.device("cpu")
 ROUND_TOKENS = 16_384  # most tokens taken from one target in a round
 TIME_SHARE = 0.5  # share of the time that one of several targets may take
 MAX_WAITING_ITEMS, MAX_WAITING_BYTES = 4096, 64 << 20  # of one target that may wait
-REDRAFT_BELOW = 0.5  # a tree with less than this share of a whole tree's expected tokens is replaced by a whole tree
 # A further level sends ``max_ahead // LEVELS_AHEAD`` nodes, at least MIN_LEVEL_NODES.
 MIN_LEVEL_NODES, LEVELS_AHEAD = 16, 16
 MIN_SCORE = log(1 / 256)  # the score below which a node is not worth a level of the drafter's time
@@ -186,7 +185,6 @@ class DraftSession:
     wanted: int = 0  # nodes that the target would verify next; 0: grow none
     answer_due: bool = False  # whether the target waits for an answer to its newest commit
     max_ahead: int = 0  # most nodes beyond ``wanted``; 0: one growth a commit, until the target allows more
-    mean_expected: float = 0.0  # average expected tokens of a whole tree
     unlikely_growths: int = 0  # in a row without a likely node
     growths_sent: int = 0  # since the last commit
     has_unread: bool = False  # whether committed tokens may be left that the drafter can read now
@@ -206,9 +204,6 @@ class DraftSession:
         self.has_unread = len(growth.ids) == 0 and not self.tree.begun
         if not self.max_ahead:
             return is_sent
-        if 0 < len(growth.ids) == self.tree.num_sent:
-            promise = self.tree.expected_accepted(self.tree.num_sent)
-            self.mean_expected += 0.2 * (promise - self.mean_expected) if self.mean_expected else promise
         likely = len(growth.scores) and float(growth.scores.max()) >= MIN_SCORE
         self.unlikely_growths = 0 if likely else self.unlikely_growths + 1
         return is_sent
@@ -221,7 +216,7 @@ class DraftSession:
     @property
     def needs_whole_tree(self) -> bool:
         """Whether the next growth should be a whole tree (rule 2)."""
-        return not self.max_ahead or self.tree.expected_accepted(self.wanted) <= REDRAFT_BELOW * self.mean_expected
+        return not (self.max_ahead and self.tree.num_sent)
 
     @property
     def should_grow_ahead(self) -> bool:

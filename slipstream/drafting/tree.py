@@ -42,7 +42,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import nlargest
-from math import exp, isfinite
+from math import isfinite
 
 import numpy as np
 import torch
@@ -198,12 +198,6 @@ class GrowingTree:
         return Growth(session, self.base, np.arange(first_id, self.next_id, dtype=np.int32),
                       np.array(parent_ids, np.int32), np.array([tokens[node] for node in nodes], np.int32),
                       np.array([max(scores[node], LOWEST_SCORE) for node in nodes], np.float32))
-
-    def expected_accepted(self, count: int) -> float:
-        """Expected accepted tokens of the ``count`` best sent nodes, if scores were the true log chances of
-        acceptance."""
-        sent = [score for score, node_id in zip(self.scores, self.ids, strict=True) if node_id]
-        return sum(map(exp, sorted(sent, reverse=True)[:count]))
 
     def sent_depth(self) -> int:
         """The depth of the deepest sent node; 0: none was sent."""
