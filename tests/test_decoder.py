@@ -431,6 +431,13 @@ def test_a_config_that_does_not_fit_is_named(changes: dict[str, Any], message: s
         parse_config(tiny_config(**changes), "folder/config.json")
 
 
+def test_an_embedding_model_made_of_a_family_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="is_causal: False is not supported"):
+        load_model(write_tiny_model(tmp_path / "decoder", "qwen2", is_causal=False), ModelSection())
+    with pytest.raises(ModelError, match="a prompt differs"):
+        load_model(tmp_path / "decoder", ModelSection(engine="hf"))
+
+
 def test_files_that_do_not_fit_are_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"config\.json: no such file"):
         load_model(tmp_path, ModelSection())
@@ -443,7 +450,7 @@ def test_files_that_do_not_fit_are_named(tmp_path: Path) -> None:
         load_model(folder, ModelSection(device="meta"))
     tensors = load_file(folder / "model.safetensors")
     save_file({name: t for name, t in tensors.items() if "layers.1.mlp.up" not in name}, folder / "model.safetensors")
-    with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp\.up_proj\.weight is missing"):
+    with pytest.raises(ModelError, match=f"^{folder}: tensor model.layers.1.mlp.up_proj.weight is missing"):
         load_model(folder, ModelSection())
     save_file(tensors | {"model.norm.weight": torch.ones(47)}, folder / "model.safetensors")
     with pytest.raises(ModelError, match=r"model\.norm\.weight has shape \(47,\), expected \(48,\)"):

@@ -144,6 +144,14 @@ def test_what_cannot_be_exact_is_refused(kind: str, changes: dict[str, Any], mes
         HFModel(random_model(config))
 
 
+def test_a_tensor_of_another_shape_is_named(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path, vocab=300)
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace('"vocab_size": 300', '"vocab_size": 298'))
+    with pytest.raises(ModelError, match=rf"{tmp_path}: tensor lm_head.weight has shape \(300, 48\), expected \(298,"):
+        load_model(tmp_path, ModelSection(dtype="float32", engine="hf"))
+
+
 def test_a_folder_that_is_none_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"config\.json: no such file"):
         load_model(tmp_path, ModelSection(dtype="float32", engine="hf"))

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from slipstream.base.errors import ModelError
 from slipstream.drafting.heads.checkpoint import read_eagle2_head, read_head
@@ -315,6 +316,15 @@ def test_eagle1_and_eagle2(tmp_path: Path, target: Path, layout: Callable[[Path]
     for path, logits in drafted(network, tokens, states).items():
         expected = written.run(tokens, states, path)[0]
         assert torch.allclose(logits, expected, rtol=0, atol=1e-9), (path, float((logits - expected).abs().max()))
+
+
+def test_a_target_that_lacks_what_a_head_borrows_is_named(tmp_path: Path) -> None:
+    target = write_tiny_model(tmp_path / "target", num_hidden_layers=8)
+    case, tensors = absent_lm_head(target), load_tensors(target)
+    write_eagle_folder(tmp_path / "head", case.config, case.tensors)
+    save_file(without(tensors, "lm_head.weight"), target / "model.safetensors")
+    with pytest.raises(ModelError, match=f"^{target}: tensor lm_head.weight is missing"):
+        read_head(tmp_path / "head", target)
 
 
 def test_the_authors_triple_means_what_enters_its_layers(tmp_path: Path, target: Path) -> None:

@@ -143,7 +143,9 @@ class HFModel:
             check_floats(folder)
             model, found = _class_of(config).from_pretrained(
                 folder, config=config, dtype=dtype_of(dtype), local_files_only=True, trust_remote_code=False,
-                use_safetensors=True, output_loading_info=True)
+                use_safetensors=True, ignore_mismatched_sizes=True, output_loading_info=True)
+            for name, shape, expected in sorted(found["mismatched_keys"]):
+                raise ModelError(f"{folder}: tensor {name} has shape {tuple(shape)}, expected {tuple(expected)}")
             if found["missing_keys"]:  # transformers goes on with random numbers in their place
                 raise ModelError(f"{folder}: tensor {min(found['missing_keys'])} is missing from the model's "
                                  "safetensors")

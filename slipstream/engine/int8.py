@@ -110,8 +110,11 @@ def holds_int8(folder: str | Path) -> bool:
     if found is None or fp8_block(folder) is not None:
         return False
     if found != NOTE:
-        raise ModelError(f"{path}: {FIELD}: {found!r} is not supported, only what 'slipstream models prepare FOLDER "
-                         "--dtype int8' writes; take the model's folder without quantisation")
+        # Whole it may list hundreds of modules.
+        method = found.get("quant_method") if isinstance(found, dict) else found
+        raise ModelError(f"{path}: {FIELD}: quant_method {method!r} is not supported, only fp8 in blocks "
+                         "(weight_block_size) and what 'slipstream models prepare FOLDER --dtype int8' writes; take "
+                         "the model's folder without quantisation")
     return True
 
 

@@ -39,6 +39,7 @@ from slipstream.engine.model import (
     explain_out_of_memory,
     fp8_block,
     load_tensors,
+    of_folder,
     warn_unread,
 )
 from slipstream.engine.native import native_or
@@ -93,8 +94,9 @@ def load_model(folder: str | Path, section: ModelSection, compile_layers: bool =
     def native(team: Team) -> CausalModel:
         return NativeDecoder(config, tensors, team, int8)
 
-    model = native_or(choice, dtype, device, "model", native,
-                      partial(torch_decoder, config, tensors, dtype, device, section, compile_layers))
+    with of_folder(folder):
+        model = native_or(choice, dtype, device, "model", native,
+                          partial(torch_decoder, config, tensors, dtype, device, section, compile_layers))
     return check_exact(model) if native_required else model
 
 

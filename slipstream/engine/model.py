@@ -110,6 +110,7 @@ class ModelConfig:
         path = Path(folder) / "config.json"
         raw = read_json(path)
         text = text_of(raw)
+        Fields(str(path), text).must_be("is_causal", True, None)  # False: an embedding model made of a family's
         config = parse_config(text, str(path), end_tokens(Path(folder)))
         if text is not raw:  # transformers writes tie_word_embeddings' default into text_config, so tensors decide
             config = replace(config, tied_embeddings="lm_head.weight" not in map(_of_text, tensor_names(folder)))
@@ -182,6 +183,18 @@ def explain_out_of_memory(what: str) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise ModelError(f"{what} does not fit into the memory of its device: {first_line(error)}") from error
+
+
+@contextmanager
+def of_folder(folder: str | Path) -> Iterator[None]:
+    """A context for what is read from ``folder``: a ModelError inside that names another thing only, a tensor for
+    example, gets the folder in front. A process reads several folders."""
+    try:
+        yield
+    except ModelError as error:
+        if str(folder) in str(error):
+            raise
+        raise ModelError(f"{folder}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,7 @@ import torch
 
 from slipstream.base.errors import ModelError
 from slipstream.drafting.heads.target_checkpoint import TargetCheckpoint
-from slipstream.engine.model import DTYPES, Fields, ModelConfig, load_tensors, parse_config, require_tensor
+from slipstream.engine.model import DTYPES, Fields, ModelConfig, load_tensors, of_folder, parse_config, require_tensor
 from slipstream.engine.ops.layer import layer_shapes
 from slipstream.models.folder import read_json
 from slipstream.observe.log import logger
@@ -162,7 +162,8 @@ def check_tensors(folder: str | Path, tensors: Mapping[str, torch.Tensor],
     """Raises ModelError for a tensor of ``shapes`` that is missing, of another shape or quantized, and for one left
     over."""
     for name, shape in shapes.items():
-        tensor = require_tensor(tensors, name, *shape)
+        with of_folder(folder):
+            tensor = require_tensor(tensors, name, *shape)
         if name not in VOCABULARY_MAPS:
             check_float(folder, name, tensor)
     left = [name for name in sorted(tensors.keys() - shapes.keys()) if not name.endswith(IGNORED_TENSORS)]
@@ -224,8 +225,8 @@ def with_target_tensors(folder: str | Path, tensors: Mapping[str, torch.Tensor],
     elif hidden == target.hidden_size:
         completed["lm_head.weight"] = target.lm_head(vocabulary)
     else:
-        raise ModelError(f"tensor lm_head.weight is missing, and the target's does not fit: the head's states have "
-                         f"{hidden} numbers (hidden_size), the target's {target.hidden_size}")
+        raise ModelError(f"{folder}: tensor lm_head.weight is missing, and the target's does not fit: the head's "
+                         f"states have {hidden} numbers (hidden_size), the target's {target.hidden_size}")
     return completed, vocabulary
 
 

@@ -27,7 +27,15 @@ from slipstream.base.errors import ModelError
 from slipstream.drafting.heads.checkpoint import MAX_LAYERS, PublishedConfig, check_float, read_published_config
 from slipstream.engine.fp8_blocks import FIELD
 from slipstream.engine.int8 import EMBEDDING, HEAD
-from slipstream.engine.model import Tensors, TrackedTensors, fp8_block, load_tensors, require_tensor, tensor_names
+from slipstream.engine.model import (
+    Tensors,
+    TrackedTensors,
+    fp8_block,
+    load_tensors,
+    of_folder,
+    require_tensor,
+    tensor_names,
+)
 
 OWN_EMBEDDING, OWN_LM_HEAD = "embed_tokens.weight", "shared_head.head.weight"  # of a NextN layer
 
@@ -103,11 +111,13 @@ def read_mtp(folder: str | Path, target_folder: str | Path) -> MtpHead:
               if tied or f"{prefixes[0]}{own}" not in names]
     tensors = TrackedTensors(_tensors(folder, names, target_folder, prefixes, shared))
     both = (EMBEDDING, HEAD)
-    embedding = _shared(tensors, (f"{prefixes[0]}{OWN_EMBEDDING}", *(both if tied else both[:1])), vocab, hidden)
-    lm_head = _shared(tensors, (f"{prefixes[0]}{OWN_LM_HEAD}", *(both if tied else both[1:])), vocab, hidden)
+    with of_folder(folder):
+        embedding = _shared(tensors, (f"{prefixes[0]}{OWN_EMBEDDING}", *(both if tied else both[:1])), vocab, hidden)
+        lm_head = _shared(tensors, (f"{prefixes[0]}{OWN_LM_HEAD}", *(both if tied else both[1:])), vocab, hidden)
+        layers = tuple(_layer(tensors, layout, prefix, hidden) for prefix in prefixes)
     norm_eps = own.real("rms_norm_eps", layout.norm_eps)
-    return MtpHead(folder, layout, vocab, hidden, target.integer("num_hidden_layers"), norm_eps,
-                   tuple(_layer(tensors, layout, prefix, hidden) for prefix in prefixes), tensors, embedding, lm_head)
+    return MtpHead(folder, layout, vocab, hidden, target.integer("num_hidden_layers"), norm_eps, layers, tensors,
+                   embedding, lm_head)
 
 
 def _prefixes(own: PublishedConfig, names: set[str], in_target: bool) -> list[str]:

@@ -18,7 +18,7 @@ import torch
 
 from slipstream.base.errors import ModelError
 from slipstream.engine.int8 import EMBEDDING, HEAD, SCALE, Int8Matrix, matrix
-from slipstream.engine.model import DTYPES, Fields, RopeScaling, load_tensors, require_tensor, rope_of
+from slipstream.engine.model import DTYPES, Fields, RopeScaling, load_tensors, of_folder, require_tensor, rope_of
 from slipstream.models.folder import read_json
 
 EMBEDDINGS = (EMBEDDING, "language_model.model.embed_tokens.weight", "model.language_model.embed_tokens.weight")
@@ -54,8 +54,9 @@ class TargetCheckpoint:
     def embedding(self, hidden_size: int) -> torch.Tensor:
         """[V, H] in the stored dtype; hidden_size: the head's. Raises ModelError when the target's sizes differ."""
         try:
-            return self._floats(require_tensor({EMBEDDING: _embedding(self.folder, self.tied)}, EMBEDDING,
-                                               self.vocab_size, hidden_size))
+            with of_folder(self.folder):
+                return self._floats(require_tensor({EMBEDDING: _embedding(self.folder, self.tied)}, EMBEDDING,
+                                                   self.vocab_size, hidden_size))
         except ModelError as error:
             raise ModelError(f"the head has no embed_tokens.weight, so it needs the target's embedding: {error}"
                              ) from error
@@ -68,7 +69,8 @@ class TargetCheckpoint:
         if not tensors and self.tied is not False:
             tensors = _load(self.folder, second)
         name = next((name for name in tensors if not name.endswith(SCALE)), HEAD)
-        found = matrix(tensors, name, self.vocab_size, self.hidden_size)
+        with of_folder(self.folder):
+            found = matrix(tensors, name, self.vocab_size, self.hidden_size)
         weight = found.dequantized() if isinstance(found, Int8Matrix) else self._floats(found)
         return weight if rows is None else weight.index_select(0, rows)
 
