@@ -320,6 +320,11 @@ def test_a_head_is_asked_for_where_the_target_is_there_and_has_none(drafter: str
         with_pair(Config(), "smolm", "", drafter)
 
 
+def test_a_misspelt_head_is_told_before_the_target_is_loaded(tiny_folder: Path) -> None:
+    with pytest.raises(ModelError, match=r"^no model 'my-haed'"):
+        with_pair(Config(), str(tiny_folder), "my-haed", "")
+
+
 def test_the_shipped_head_is_tuned_where_none_is_named() -> None:
     """As a launch would take it."""
     found = with_pair(Config(), "", "", "").draft

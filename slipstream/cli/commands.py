@@ -289,7 +289,8 @@ Questions = Annotated[bool, typer.Option(help="Also train on questions that the 
 Kind = Annotated[Dtype, typer.Option("--dtype", help="Of the target while it generates, and of the saved head.")]
 Device = Annotated[str, typer.Option(help="`cpu` or `cuda`; else cuda where there is one.")]
 Threads = Annotated[int, typer.Option(min=0, help="CPU threads; 0: all. As many processes talk and train, up to four.")]
-SaveEvery = Annotated[float, typer.Option(metavar="SECONDS", min=0.0, help="What a kill may lose, at most.")]
+SaveEvery = Annotated[float, typer.Option(
+    metavar="SECONDS", min=0.0, help="What a kill may lose, at most, besides conversations that are not finished.")]
 Begin = Annotated[str, typer.Option(
     metavar="HEAD", help="A head to begin with, such as one for the target before it was tuned; else its last layers.")]
 Mean = Annotated[bool, typer.Option(

@@ -61,7 +61,7 @@ def parse_numbers(option: str, text: str, maximum: int) -> list[int]:
 
 def with_pair(config: Config, target: str, head: str, drafter: str) -> Config:
     """``config`` with the values of the command line ("": not given), and the shipped head where none is named. Raises
-    ConfigError when there is none, ModelError where there is no such target."""
+    ConfigError when there is none, ModelError where there is no such target or head."""
     if drafter and drafter not in ("eagle3", "eagle2", "block", "mtp", "standalone"):
         raise ConfigError(f"--drafter {drafter}: choose eagle3, eagle2, block, mtp or standalone")
     model = config.model.model_copy(update={"path": target or config.model.path})
@@ -70,6 +70,8 @@ def with_pair(config: Config, target: str, head: str, drafter: str) -> Config:
     if not head and not draft.model and kind != "mtp":
         resolve(model.path)  # if it is misspelt, that is why no head is known
         raise ConfigError(f"--head: which {kind} head or draft model? give its name or folder")
+    if head:
+        resolve(head)  # else one would hear that it is misspelt only when the target is loaded
     draft = draft.model_copy(update={"drafter": kind, "model": head or draft.model})
     return config.model_copy(update={"draft": draft, "model": model})
 
