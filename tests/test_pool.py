@@ -57,6 +57,13 @@ def test_only_who_gave_its_drafts_up_goes_where_nobody_knows_what_it_takes(gave_
     assert pool.is_slow(pool.one, gave_up, 1.0) is moves
 
 
+def test_who_left_a_draft_gets_another_where_one_has_room() -> None:
+    """Drawn at random, it was the same one again: its answer decoded plain to its end."""
+    pool = Pool(most=4)
+    pool.observe_latency(pool.one, 5.0, 1.0)
+    assert [pool.assign(1.0, left=pool.one) for _ in range(5)] == [pool.two] * 4 + [pool.one]
+
+
 def test_one_odd_exchange_makes_nobody_slow() -> None:
     pool = Pool()
     for link in (pool.one, pool.two):

@@ -69,6 +69,28 @@ def test_answers_go_on_with_another_draft_where_one_is_slow(times: float) -> Non
     assert with_drafts(times, 1) > 0.9 * with_drafts(1)
 
 
+class Wearing(Accelerator):
+    """It takes so many times what it should."""
+
+    times = 1.0
+
+    def busy(self, began_s: float, seconds: float) -> None:
+        super().busy(began_s, self.times * seconds)
+
+
+def test_answers_that_have_begun_leave_a_draft_that_becomes_slow() -> None:
+    """They stopped drafting before it was known how slow it was, and stayed with it."""
+    deployment, world = Deployment(Timing(step_s=0.02, draft_s=0.003, acceptance=(0.75, 0.12, 0.05)), batch=4), World()
+    target, devices = Target(world, Accelerator(), deployment, 0), (Wearing(), Wearing())
+    for number, device in enumerate(devices):
+        SimulatedLink(str(number), target, Draft(world, device, deployment), deployment.rtt_s / 2).connect()
+    target.actor.wake(0.0)
+    world.run(2.0)
+    devices[0].times = 50
+    world.run(9.0)
+    assert sum(len(piece.tokens) for at_s, piece in target.pieces if at_s >= 4.0) / 5.0 > 0.9 * with_drafts(1)
+
+
 def test_a_run_depends_on_its_seed_alone() -> None:
     ahead = with_schedule("run-ahead", SOME)
     once, again, other = (simulate(replace(ahead, timing=Timing(seed=seed)), 1.0, 0.5) for seed in (0, 0, 1))

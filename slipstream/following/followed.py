@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from slipstream.base.config import PolicySection
 from slipstream.base.value import value
 from slipstream.decision.beliefs import Beliefs, StepCosts, whole_context
-from slipstream.decision.decide import PLAIN, Decision, Reason, Round, RoundInputs, Transition, Why
+from slipstream.decision.decide import PLAIN, SPECULATE, Decision, Reason, Round, RoundInputs, Transition, Why
 from slipstream.decision.policy import SpeculationPolicy
 from slipstream.following.pool import FORGET_S, DraftPool
 from slipstream.observe.metrics import TargetMetrics
@@ -208,6 +208,7 @@ class Followed:
     __slots__ = (
         "_can_run_ahead",
         "_context",
+        "_left",
         "_limit",
         "_opened_s",
         "_retry_at_s",
@@ -241,6 +242,7 @@ class Followed:
         self._limit = limit
         self._retry_at_s = 0.0  # no drafter is looked for before
         self._opened_s = -RETRY_S  # when the newest drafter was told of it
+        self._left: Link | None = None  # the drafter that was too slow for it, until it has another
         self._rows_from = 0  # feature rows before were handed over, or are outside the drafter's window
 
     @property
@@ -347,7 +349,7 @@ class Followed:
         if (change := self.policy.observe(now_s, round_)) is not None:
             self._report_mode_change(change, link)
         gave_up = change is not None and change.reason == "draft_timeout"
-        if link is not None and (gave_up or waited_s):
+        if link is not None and (gave_up or waited_s or decision.mode is not SPECULATE):
             self._leave_slow_drafter(link, gave_up, now_s)
         outcome = "used" if drafted and not looked_up else self._outcome(drafted, reading, now_s)
         record = RoundRecord(drafted, accepted, len(tokens), waited_s, outcome, decision.why,
@@ -426,10 +428,12 @@ class Followed:
 
     def _leave_slow_drafter(self, link: Link, gave_up: bool, now_s: float) -> None:
         """Another drafter takes over at its next commit where that pays for reading the text again. ``gave_up``: the
-        session has just stopped drafting because of ``link``."""
-        if (gave_up or now_s - self._opened_s > FORGET_S) and self._context.pool.is_slow(link, gave_up, now_s):
+        session has just stopped drafting because of ``link``; how slow that is may be known only later."""
+        stopped = gave_up or self.decision.mode is not SPECULATE
+        if (stopped or now_s - self._opened_s > FORGET_S) and self._context.pool.is_slow(link, gave_up, now_s):
             self._context.metrics.moved()
             self.detach()
+            self._left = link
             self.policy.drafter_ready(now_s)
 
     def _handle_drop(self, reason: str, now_s: float) -> None:
@@ -489,7 +493,7 @@ class Followed:
                 self._retry_at_s = now_s + LOOK_AGAIN_S
 
     def _attach(self, now_s: float, others: int) -> None:
-        self.link = self._context.pool.assign(now_s)
+        self.link, self._left = self._context.pool.assign(now_s, self._left), None
         hello = self._context.pool.hello(self.link)
         if hello is None:
             return

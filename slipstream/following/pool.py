@@ -228,11 +228,13 @@ class DraftPool:
         """Whether some drafter would take one more session."""
         return any(_has_room(member, now_s) for member in self._members.values())
 
-    def assign(self, now_s: float) -> Link | None:
+    def assign(self, now_s: float, left: Link | None = None) -> Link | None:
         """A drafter for one more session: of two drawn at random the one that is less busy for its size. Targets that
-        do not know of each other spread their sessions so."""
+        do not know of each other spread their sessions so. ``left``: who was too slow for it, taken where no other has
+        room."""
         members = self._members
         links = [link for link, member in members.items() if _has_room(member, now_s)]
+        links = [link for link in links if link != left] or links
         if not links:
             return None
         max_latency_s = SLOW_FACTOR * min(members[link].recent_latency_s(now_s) or inf for link in links)
