@@ -43,7 +43,7 @@ from slipstream.observe.log import logger
 from slipstream.observe.spans import Span, Spans
 from slipstream.protocol.messages import FeatureSpec
 from slipstream.protocol.requests import Finish, Piece, Request
-from slipstream.protocol.tree import MAX_NODES, DraftTree
+from slipstream.protocol.tree import MAX_NODES, PREDICTED, DraftTree
 
 Sink = Callable[[Piece | Exception], None]
 
@@ -58,6 +58,8 @@ class Rule(Protocol):
     def commit(self, tokens: abc.Sequence[int]) -> int: ...
 
     def forced(self) -> abc.Sequence[int]: ...
+
+    def forced_behind(self, path: abc.Sequence[int]) -> abc.Sequence[int]: ...
 
     def allowed_nodes(self, tree: DraftTree) -> list[int]: ...
 
@@ -187,11 +189,18 @@ class Sequence:
         return self.rule.forced() if self.rule is not None and not finish and self.followed.uses_prompt_lookup else ()
 
     def tree_to_verify(self, rows: int) -> DraftTree:
-        """The tree to verify in ``rows`` rows, at most ``followed.num_rows``, without nodes that its rule forbids."""
-        tree = self.followed.tree
-        if self.rule is not None:  # a rule checks each node, so only the best are given to it
+        """The tree to verify in ``rows`` rows, at most ``followed.num_rows``, without nodes that its rule forbids, and
+        with those that it forces behind the best path: no drafter knows it."""
+        followed, rule = self.followed, self.rule
+        tree = followed.tree
+        if rule is not None:  # it checks each node, so only the best are given to it
             tree = tree.best(MAX_NODES)
-            tree = tree.select(self.rule.allowed_nodes(tree))
+            tree = tree.select(rule.allowed_nodes(tree))
+            if rows > 1 and followed.uses_prompt_lookup and not followed.decision.lookup:
+                path = tree.best_path()
+                tokens, score = [tree.tokens[node] for node in path[1:]], tree.scores[path[-1]]
+                tokens += rule.forced_behind(tokens)[: followed.num_left - len(path)]
+                tree = tree.graft(tokens, [score] * len(tokens), PREDICTED)
         return tree.best(rows)
 
     @property

@@ -82,7 +82,8 @@ class Watched:
         self._walked, self._other = walked, other
         self._tree, self._said = ROOT_ONLY, walked.masks(ROOT_ONLY)
         self.wrong = 0  # masks
-        self.forced, self.allowed_nodes = walked.forced, walked.allowed_nodes
+        self.forced, self.forced_behind = walked.forced, walked.forced_behind
+        self.allowed_nodes = walked.allowed_nodes
 
     @property
     def ended(self) -> bool:

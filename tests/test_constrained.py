@@ -109,7 +109,7 @@ async def test_drafts_change_no_constrained_answer(kind: str, fate: str, folders
                                                    plain: dict[str, list[list[Piece]]]) -> None:
     policy = HASTY if fate in ("late", "lost") else STUBBORN
     accepted = 0
-    async with (target(folders["target"], policy, prompt_lookup=fate == "killed") as rig,
+    async with (target(folders["target"], policy, prompt_lookup=fate in ("colocated", "killed")) as rig,
                 joined(rig, kind, fate, folders)):
         for name, sampling in SAMPLINGS.items():
             answers = await asyncio.gather(*(rig.answer(request) for request in requests(sampling)))

@@ -341,7 +341,8 @@ def test_masks_of_trees_are_those_of_matchers_that_saw_each_path_alone(tiny_fold
 
 
 def test_what_a_grammar_forces_keeps_to_it_and_asking_changes_nothing(tiny_folder: Path) -> None:
-    vocabulary, dice, forced = Vocabulary(load_tokenizer(tiny_folder), VOCAB), np.random.default_rng(7), 0
+    vocabulary, dice = Vocabulary(load_tokenizer(tiny_folder), VOCAB), np.random.default_rng(7)
+    forced = behind = 0
     counts = Grammar("lark", 'start: list "END"\nlist[max_tokens=3]: /[a-f]+/')
     for grammar in (*SHORT, Grammar("choice", '["one way", "one wa\u00e9"]'), counts):
         asked, other = (vocabulary.compile(grammar, StopTokens((EOS,))) for _ in range(2))
@@ -356,12 +357,17 @@ def test_what_a_grammar_forces_keeps_to_it_and_asking_changes_nothing(tiny_folde
             right = other.masks(DraftTree.root_only(1, 0))[0][0]
             assert (masks[0] == right).all()
             token = told[0] if told else int(dice.choice(allowed(right)))
+            if told := [*asked.forced_behind([token])]:
+                assert grammar is not counts
+                behind += len(told)
+                assert len(asked.allowed_nodes(chain(1, [token, *told]))) == 2 + len(told)
+                assert (asked.masks(DraftTree.root_only(1, 0))[0][0] == right).all()
             if token == EOS:
                 break
             assert asked.commit([token]) == other.commit([token])
             if asked.ended:
                 break
-    assert forced > 20
+    assert forced > 20 and behind > 10
 
 
 @pytest.mark.parametrize(("ebnf", "text", "fits"), [
@@ -557,6 +563,16 @@ def test_what_is_forced_is_asked_for_once_however_long_it_is(tiny_folder: Path, 
         assert matcher.commit(new) == len(new)
         said += len(new)
     assert counted.asked == 1
+
+
+def test_long_text_behind_drafts_is_looked_for_once(tiny_folder: Path) -> None:
+    """A draft could have it looked for at each token, for an answer that never goes there."""
+    vocabulary, text = Vocabulary(load_tokenizer(tiny_folder), VOCAB), "the answer to the question is " * 400
+    matcher = vocabulary.compile(Grammar("lark", f'start: /x*/ ("ab" | "b{text}")'), StopTokens((EOS,)))
+    assert matcher.forced_behind(b"xa") == [*b"b"] == matcher.forced_behind(b"a")
+    assert matcher.forced_behind(b"xb") == [*text.encode()][:64]
+    assert not matcher.forced_behind(b"xb") and not matcher.forced_behind(b"a")
+    assert matcher.commit(b"xb") == 2 and matcher.forced() == [*text.encode()][:64]
 
 
 def test_what_drafts_make_a_grammar_build_ends_no_answer(tiny_folder: Path) -> None:

@@ -9,6 +9,7 @@ import threading
 import tracemalloc
 from array import array
 from collections.abc import AsyncIterator
+from collections.abc import Sequence as Tokens
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -231,6 +232,30 @@ def test_a_rule_is_asked_about_no_more_nodes_than_can_be_verified(monkeypatch: p
     monkeypatch.setattr(Permitted, "allowed_nodes", seen)
     assert len(one.tree_to_verify(17)) == 17 and [len(tree) for tree in asked] == [MAX_NODES]
     assert len(one.followed.side.tree) == MAX_HELD, "what the target holds for later stays"
+
+
+class Forcing(Permitted):
+    """A rule that forces 7, 8, 9 behind 5."""
+
+    def forced_behind(self, path: Tokens[int]) -> Tokens[int]:
+        return (7, 8, 9) if path and path[-1] == 5 else ()
+
+
+@pytest.mark.parametrize(("lookup", "left", "rows", "tokens", "parents"), [
+    (True, 100, 7, [2, 5, 6, 7, 8, 9], [-1, 0, 0, 1, 3, 4]), (True, 100, 4, [2, 5, 7, 8], [-1, 0, 1, 2]),
+    (True, 3, 7, [2, 5, 6, 7], [-1, 0, 0, 1]), (True, 2, 7, [2, 5, 6], [-1, 0, 0]),
+    (False, 100, 7, [2, 5, 6], [-1, 0, 0])])
+def test_what_a_rule_forces_behind_drafts_is_verified_with_them(lookup: bool, left: int, rows: int, tokens: list[int],
+                                                                parents: list[int]) -> None:
+    """Before less likely drafts, and never behind the last token that may come."""
+    following = Following(TargetSection(drafts=(), prompt_lookup=lookup), StepCosts({1: 0.01}), TargetMetrics("tiny"))
+    one = Sequence.begin(1, Request("r", (1, 2), Sampling(), left), lambda piece: None, following, None,
+                         Forcing((), [(4,)], (), 0, (), VOCAB))
+    held = one.followed.side.tree.append([1, 2, 3], [-2, -2, -2], [5, 4, 6], [-0.1, -0.2, -3.0])
+    one.followed.side.tree = held
+    tree = one.tree_to_verify(rows)
+    assert (tree.tokens, tree.parents) == (tokens, parents)
+    assert one.followed.side.tree is held, "what the target holds stays"
 
 
 @pytest.mark.parametrize("mode", ["raw", "tempered", "processed"])

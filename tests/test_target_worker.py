@@ -210,6 +210,9 @@ class Stuck:
     def forced(self) -> Sequence[int]:
         return ()
 
+    def forced_behind(self, path: Sequence[int]) -> Sequence[int]:
+        return ()
+
     def allowed_nodes(self, tree: DraftTree) -> list[int]:
         return [0]
 

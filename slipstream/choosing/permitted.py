@@ -69,6 +69,10 @@ class Permitted:
         """Nothing: only a grammar forces tokens."""
         return ()
 
+    def forced_behind(self, path: Sequence[int]) -> Sequence[int]:
+        """Nothing either."""
+        return ()
+
     def allowed_nodes(self, tree: DraftTree) -> list[int]:
         """The nodes of ``tree`` that may be chosen, ascending. A node below a forbidden one may not."""
         masks, _ = self.masks(tree)

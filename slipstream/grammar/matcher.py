@@ -17,7 +17,8 @@ Rules:
    which masks were computed before. No tree is visited for it, and each token that it consumes, now or again, has a
    mask computed before.
 6. Forced text can be long, and finding it takes time: it is asked for again only after all of it has come, and never
-   again once ``MAX_RESPELLED`` of its tokens came in another spelling.
+   again once ``MAX_RESPELLED`` of its tokens came in another spelling; behind drafts never again once it was longer
+   than ``MAX_FORCED``.
 7. A tokenizer may have more tokens than its model: these are never allowed. A model may have more than its tokenizer:
    llguidance fails at such a token, so no tree is followed there.
 8. Where a grammar forces the text of a special token, ordinary tokens spell it: llguidance would force the special
@@ -59,7 +60,7 @@ class Matcher:
 
     __slots__ = ("_can_roll_back", "_drafts_visited", "_end", "_in_vocabulary", "_matcher", "_new_matcher",
                  "_num_answered", "_num_draft_failures", "_num_respelled", "_pending_forced", "_restarts", "_row",
-                 "_row_at", "_size", "_special_mask", "_spellings", "_stop", "_tokens", "_width")
+                 "_row_at", "_seen_long", "_size", "_special_mask", "_spellings", "_stop", "_tokens", "_width")
 
     def __init__(self, new_matcher: Callable[[int], LLMatcher], words: int, end: int, vocab_size: int, stop: StopTokens,
                  spellings: Mapping[int, int], num_answered: int) -> None:
@@ -87,6 +88,7 @@ class Matcher:
         self._can_roll_back = True
         self._pending_forced: list[int] = []  # forced and not yet committed, the last one first
         self._num_respelled = 0
+        self._seen_long = False  # whether more than MAX_FORCED tokens were forced behind drafts
 
     @property
     def problem(self) -> str:
@@ -131,18 +133,37 @@ class Matcher:
     def forced(self) -> Sequence[int]:
         """The first ``MAX_FORCED`` tokens that spell what the grammar leaves no choice about, from here on. Others may
         spell it, too."""
-        if (not self._pending_forced and self._num_respelled < MAX_RESPELLED
-                and self._num_draft_failures < self._max_restarts and self._can_roll_back and not self.ended):
+        if (not self._pending_forced and self._num_respelled < MAX_RESPELLED and self._follows_drafts
+                and not self.ended):
             self._drafts_visited = True
             forced = self._matcher.compute_ff_tokens()
             if self._matcher.is_error():
                 forced = []
                 self._restart()
-            num_usable = next((at for at, token in enumerate(forced)
-                               if token >= self._size or token in self._spellings), len(forced))
-            self._num_respelled += len(forced) - num_usable
-            self._pending_forced = forced[:num_usable][::-1]
+            usable = self._usable(forced)
+            self._num_respelled += len(forced) - len(usable)
+            self._pending_forced = usable[::-1]
         return self._pending_forced[: -MAX_FORCED - 1 : -1]
+
+    def forced_behind(self, path: Sequence[int]) -> Sequence[int]:
+        """The same behind draft tokens that it allows; none where the answer is in forced text already."""
+        if not path:
+            return self.forced()
+        if (self._pending_forced or self._seen_long or self._num_respelled >= MAX_RESPELLED
+                or not self._follows_drafts or path[-1] >= self._end or path[-1] in self._stop.tokens):
+            return ()
+        self._drafts_visited, committed = True, self._matcher
+        self._matcher = matcher = committed.deep_copy()
+        goes_on = matcher.try_consume_tokens([*path]) == len(path) and not matcher.is_stopped()
+        forced = matcher.compute_ff_tokens() if goes_on else []
+        self._end_visit(committed)
+        self._seen_long = len(forced) > MAX_FORCED
+        return self._usable(forced[:MAX_FORCED])
+
+    def _usable(self, forced: list[int]) -> list[int]:
+        """``forced`` up to the first token that no model says: a special one, or one that it lacks."""
+        return forced[: next((at for at, token in enumerate(forced)
+                              if token >= self._size or token in self._spellings), len(forced))]
 
     def allowed_nodes(self, tree: DraftTree) -> list[int]:
         """The nodes of ``tree`` (ascending) that could be chosen: nothing below another one could."""
@@ -163,7 +184,7 @@ class Matcher:
     def _visit(self, tree: DraftTree) -> Iterator[tuple[int, int]]:
         """The nodes below the root that the grammar allows, and their levels, depth first. The matcher stands at each,
         but for one that ends the answer."""
-        if len(tree) == 1 or self._num_draft_failures >= self._max_restarts or not self._can_roll_back:
+        if len(tree) == 1 or not self._follows_drafts:
             return
         self._drafts_visited = True
         tokens, children, committed = tree.tokens, _children(tree), self._matcher
@@ -180,6 +201,14 @@ class Matcher:
             if matcher.try_consume_tokens([tokens[node]]):
                 yield node, level
                 waiting += [(child, level + 1, matcher) for child in children.get(node, ())]
+        self._end_visit(committed)
+
+    @property
+    def _follows_drafts(self) -> bool:
+        return self._num_draft_failures < self._max_restarts and self._can_roll_back
+
+    def _end_visit(self, committed: LLMatcher) -> None:
+        """Return from the nodes of drafts to ``committed``."""
         problem, self._matcher = self.problem, committed
         if AMBIGUOUS in problem:  # at the draft's node only, in states that were built for it
             self._num_draft_failures += 1
