@@ -502,6 +502,97 @@ def test_the_time_that_an_answer_was_put_back_is_no_latency_of_its_drafter() -> 
     assert growth_of(base + 2, 61.5) == pytest.approx(0.5 - STEP_S)
 
 
+READER = replace(SILENT, drafter="head", vocab_size=260)
+
+
+class Reading:
+    """One answer after another beside ``link``, a drafter that has each text to read."""
+
+    def __init__(self, hello: DraftHello = READER) -> None:
+        self.world, self.link, self._numbers = Waits(), Heard(), 0
+        self.target = Following(TargetSection(drafts=(), prompt_lookup=False), StepCosts({1: STEP_S, 64: 2 * STEP_S}),
+                                TargetMetrics("function"), clock=lambda: self.world.now_s,
+                                inbox=Inbox(lambda: self.world.now_s, self.world))
+        self.target.link_up(self.link, hello)
+        self.target.inbox.drain()
+
+    @property
+    def latency_s(self) -> float | None:
+        return self.target._beliefs.latency.mean_s
+
+    def opened(self) -> Followed:
+        self._numbers += 1
+        one = self.target.open(self._numbers, [*PROMPT, 5], len(PROMPT), Sampling(), 4096)
+        self.target.begin([one], self.world.now_s)
+        return one
+
+    def step(self, one: Followed) -> bool:
+        """A step without drafts. Returns whether the session waits behind it."""
+        began_s, self.world.now_s = self.world.now_s, self.world.now_s + STEP_S
+        self.target.committed([Verified(one.session, (5,), 0, 0, 0)], Step(began_s, STEP_S, 1, 1))
+        self.target.flush()
+        return one.should_wait(self.world.now_s)
+
+    def says(self, one: Followed, tokens: Sequence[int]) -> None:
+        count, base = len(tokens), one.side.base
+        ids = np.arange(1000 * base, 1000 * base + count, dtype=np.int32)
+        self.target.received(self.link, [Growth(one.session, base, ids, np.full(count, -base, np.int32),
+                                                np.array(tokens, np.int32), np.zeros(count, np.float32))], [])
+        self.target.inbox.drain()
+
+
+def test_nobody_waits_for_a_drafter_that_still_reads_and_its_reading_is_no_latency() -> None:
+    """Each answer waited once in vain, and what others believed of exchanges was the time for reading."""
+    beside = Reading()
+    one = beside.opened()
+    for _ in range(100):
+        assert not beside.step(one), "plain steps make tokens meanwhile"
+        beside.says(one, [])  # of a long text it has read a part
+    assert not beside.step(one)
+    beside.says(one, [7])
+    assert beside.latency_s is None
+    assert beside.step(one) and one.wait.deadline_s > beside.world.now_s
+    beside.world.now_s += 0.001
+    beside.says(one, [7])
+    beside.step(one)
+    assert beside.latency_s == pytest.approx(0.001)
+    two = beside.opened()
+    assert not any(beside.step(two) for _ in range(90)), "others have read for 0.2 s"
+    assert any(beside.step(two) for _ in range(12)), "its first words are due"
+
+
+def test_an_n_gram_drafter_has_nothing_to_read() -> None:
+    beside = Reading(SILENT)
+    one = beside.opened()
+    assert not one.should_wait(beside.world.now_s)
+    assert beside.step(one)
+
+
+def test_a_drafter_that_never_says_a_word_is_waited_for_by_nobody_and_given_up() -> None:
+    beside = Reading()
+    one = beside.opened()
+    assert not any(beside.step(one) for _ in range(490)) and one.policy.mode is Mode.SPECULATE
+    assert not any(beside.step(one) for _ in range(30)) and one.policy.mode is Mode.SHADOW
+
+
+def test_answers_go_to_another_drafter_than_the_one_that_never_said_a_word() -> None:
+    beside, other = Reading(), Heard("other")
+    beside.target.link_up(other, READER)
+    beside.target.inbox.drain()
+    links = list[bool]()
+    for _ in range(40):
+        one = beside.opened()
+        beside.step(one)
+        links.append(one.link is other)
+        for _ in range(5):
+            beside.world.now_s += 0.001
+            if one.link is beside.link:
+                beside.says(one, [7])
+            beside.step(one)
+        beside.target.close(one)
+    assert 0 < sum(links) < 6, "nobody waits for it, so that only its silence tells"
+
+
 def test_it_needs_neither_torch_nor_grpc() -> None:
     code = ("import sys, slipstream.following.following; "
             "print([name for name in ('torch', 'grpc', 'transformers', 'google.protobuf') if name in sys.modules])")

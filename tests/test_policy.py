@@ -402,6 +402,27 @@ def test_reading_the_prompt_says_nothing_about_exchanges() -> None:
     assert latency.mean_s == 0.005
 
 
+def test_a_drafter_that_still_reads_is_asked_and_not_waited_for_unless_it_soon_has() -> None:
+    policy, _ = policy_of({1: 0.015, 64: 0.0150001}, exchange_s=0.010)
+    waits = {unread_s: policy.decide(RoundInputs(followed=True, unread_s=unread_s))
+             for unread_s in (0.0, 0.002, 0.050, float("inf"))}
+    assert all(decision.num_wanted for decision in waits.values())
+    assert [decision.wait_s > 0 for decision in waits.values()] == [True, True, False, False]
+    assert waits[0.002].wait_s == pytest.approx(waits[0.0].wait_s + 0.002), "its answer comes behind its reading"
+
+
+def test_who_cannot_wait_yet_stands_still_with_those_who_do() -> None:
+    """In an engine that steps all together one that drafts held fifteen whose drafter still read."""
+    beliefs = Beliefs(StepCosts({1: 0.010, 256: 0.010}), lockstep=True)
+    beliefs.latency.observe(0.008)
+    for reading, waiting in ((0, 16), (15, 0)):
+        asking = [(SpeculationPolicy(CONFIG, beliefs), RoundInputs(15, True, unread_s=1.0 if number < reading else 0.0))
+                  for number in range(16)]
+        decisions = SpeculationPolicy.decide_step(asking)
+        assert sum(decision.wait_s > 0 for decision in decisions) == waiting
+        assert all(decision.num_wanted for decision in decisions[:reading]), "it reads all the same"
+
+
 def test_a_tree_that_is_not_worth_a_wait_is_not_waited_for() -> None:
     policy, beliefs = policy_of({1: 0.008, 64: 0.030})
     assert decided(policy).wait_s > 0.0, "nobody knows yet what an exchange takes"

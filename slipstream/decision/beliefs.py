@@ -515,13 +515,14 @@ class Beliefs:
     """Measurements that the sessions of one target (or the answers of one draft pool) share. ``shared_cores``: drafts
     compute on the cores of their target. ``lockstep``: each step is one of all sessions, so that a wait delays all."""
 
-    __slots__ = ("_acceptance", "_hit_rate", "_num_asking", "budget", "costs", "latency", "lockstep", "time_value",
-                 "without_drafter")
+    __slots__ = ("_acceptance", "_hit_rate", "_num_asking", "budget", "costs", "latency", "lockstep", "reading",
+                 "time_value", "without_drafter")
 
     def __init__(self, costs: StepCosts, shared_cores: bool = False, lockstep: bool = False) -> None:
         self.costs = costs
         self.lockstep = lockstep
         self.latency = DraftLatency(shared_cores)
+        self.reading = DraftLatency()  # of whole texts, up to the first nodes
         self.budget = ExplorationBudget(TRIALS_IN_A_ROW if shared_cores else 1)
         self.time_value = 1.0  # of a second that drafting takes, in seconds of plain decoding: what prompt lookup makes
         self.without_drafter = Ledger(keep=KEEP_ALONE)  # all rounds, as with prompt lookup and no drafter

@@ -81,6 +81,7 @@ class RoundInputs:
     num_since_request: int = 0  # tokens committed since a tree was asked for
     grows_ahead: bool = False  # the drafter would grow on while the target verifies
     context: int = 0  # tokens that its draft tokens stand behind: ``whole_context``
+    unread_s: float = 0.0  # its drafter still reads for so long; inf: nobody knows
 
 
 @value
@@ -115,6 +116,7 @@ class Round:
     exchange_s: float | None = None  # commit to growth, when one came; None: the wait tells
     first_exchange: bool = False  # of this drafter in this answer: it had the prompt to read
     lookup: bool = False  # the text's own chain was verified: it says nothing about a drafter
+    overdue: bool = False  # the drafter has had the text for long, and has not said a word
 
     def latency_s(self, max_s: float) -> float | None:
         """Seconds of the exchange, at most ``max_s`` where the session stopped waiting; None: not measured."""
@@ -343,6 +345,7 @@ def decide_all(beliefs: Beliefs, cases: Sequence[Case], rules: Rules) -> list[De
     """The coming rounds of sessions that were in one step."""
     prices: Prices | None = None
     priced, measurement_due = list[PricedCase](), False
+    usual_s = usual_wait_s(beliefs, rules)
     taken_rows, given_tokens = 0, 0.0  # rows of the step that prompt lookups take, and the tokens expected of them
     for state, inputs, may_run_ahead in cases:
         if prices is None or prices.rows != inputs.others + 1 or prices.context != inputs.context:
@@ -354,14 +357,14 @@ def decide_all(beliefs: Beliefs, cases: Sequence[Case], rules: Rules) -> list[De
             lookup = _lookup_nodes(prices, nodes, beliefs, state, inputs, rules,
                                    prices.after_others(beliefs, state.max_nodes, taken_rows, given_tokens))
             taken_rows, given_tokens = taken_rows + lookup, given_tokens + sum(inputs.lookup_chances[:lookup])
-        would_wait = wants_drafts and nodes > 0 and inputs.followed and not state.num_silent
+        would_wait = (wants_drafts and nodes > 0 and inputs.followed and not state.num_silent
+                      and inputs.unread_s <= usual_s)
         case = PricedCase(state, inputs, may_run_ahead, prices, nodes, lookup, wants_drafts, would_wait)
         if measurement_due or state.num_since_plain >= PLAIN_EVERY:
             case = _as_plain_step(case, beliefs, rules, measurement_due)
         priced.append(case)
     verdicts = (_lockstep_verdicts(priced, beliefs, rules) if beliefs.lockstep
                 else [_request_verdict(case, beliefs, rules) for case in priced])
-    usual_s = usual_wait_s(beliefs, rules)
     return [_decision(beliefs, case, verdict, rules, usual_s) for case, verdict in zip(priced, verdicts, strict=True)]
 
 
@@ -397,7 +400,8 @@ def _decision(beliefs: Beliefs, case: PricedCase, verdict: WaitVerdict, rules: R
     num_wanted = verify if requests and not lookup else 0
     return Decision(state.mode, verify, lookup, num_wanted, _should_follow(requests, beliefs, state, inputs),
                     num_wanted > 0 and inputs.grows_ahead and case.may_run_ahead and not shared,
-                    _deadline_s(usual_s, state, rules) if granted and case.would_wait else 0.0,
+                    _deadline_s(min(inputs.unread_s + usual_s, rules.deadline_max_s), state, rules)
+                    if granted and case.would_wait else 0.0,
                     _why(case, verdict), case.loss_s if case.measures_plain else verdict.budget_s,
                     verdict.is_trial, nodes > 0)
 
@@ -423,7 +427,7 @@ def _request_verdict(case: PricedCase, beliefs: Beliefs, rules: Rules,
         return GRANTED
     if not case.nodes:  # who is followed for nothing takes the host's time from all
         return REFUSED
-    if not (inputs.followed or beliefs.latency.shared):
+    if not (beliefs.latency.shared or case.would_wait):  # nobody waits for who is not there, or still reads
         return GRANTED
     if beliefs.latency.shared and beliefs.latency.load != case.prices.rows:  # all who run, not who is in this step
         prices = Prices.of(beliefs, beliefs.latency.load - 1, inputs.context, state.max_nodes)

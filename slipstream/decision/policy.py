@@ -279,7 +279,7 @@ class SpeculationPolicy:
         answered = round_.drafted > 0 or round_.exchange_s is not None or (waited and not round_.late)
         if answered:
             state.num_silent = 0
-        elif waited or state.num_silent:
+        elif waited or round_.overdue or state.num_silent:
             state.num_silent += 1
         return answered
 

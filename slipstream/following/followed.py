@@ -9,7 +9,8 @@ Rules:
 4. Draft latency is learned only from answers to commits that left nothing but the root (``DraftWait``): growth for a
    target that holds nodes does not show how long a whole tree takes.
 5. Waiting time counts from the newest commit on; before the first token, from the step that left the session out.
-6. A session does not wait for a drafter that still has to read the whole text: plain steps make tokens meanwhile.
+6. A session does not wait for a drafter that still has to read the whole text: plain steps make tokens meanwhile. Until
+   it has proposed something its reading is timed, not its latency; a session waits once that is about to end.
 
 It belongs to the engine thread.
 """
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from slipstream.base.config import PolicySection
 from slipstream.base.value import value
@@ -131,6 +133,7 @@ class TargetContext:
 
 
 MAX_CATCH_UP = 16  # committed tokens that a drafter takes in together with a tree
+READING_S = 1.0  # without a proposal, before a drafter that was given a text counts as silent
 MAX_TIMED = 4  # commits whose answers are still timed
 
 
@@ -138,27 +141,35 @@ class DraftWait:
     """One session's wait for its drafter, since the newest commit."""
 
     __slots__ = ("_answered_s", "_latency_s", "_requested_s", "committed_s", "deadline_s", "first_exchange",
-                 "num_since_request", "skipped")
+                 "num_since_request", "reading_from_s", "skipped")
 
     def __init__(self) -> None:
         self.committed_s = 0.0  # when the newest token was committed; of a prompt, when it could have been verified
         self.deadline_s = 0.0  # of the drafter's answer
         self.skipped = False  # a step left it out since then, because it waited
-        self.first_exchange = True  # the drafter that follows has not been awaited yet, or not for long
+        self.first_exchange = True  # the drafter that follows has the text to read, or much of it
+        self.reading_from_s: float | None = None  # since when it reads the whole text; None: it has proposed something
         self.num_since_request = 0  # tokens that were committed since a tree was asked for
         self._answered_s: float | None = None  # when the drafter answered for it
         self._requested_s: dict[int, float] = {}  # base -> when
         self._latency_s: float | None = None  # of an answer that came since the last round
 
-    def attached(self) -> None:
-        """A drafter follows from here, and has the whole text to read. Requests to its predecessor are forgotten: after
-        an answer was put back the same base is requested again."""
-        self.first_exchange, self.num_since_request = True, 0
+    def attached(self, now_s: float, reads: bool) -> None:
+        """A drafter follows from here, and has the whole text to read; not ``reads``: in no time. Requests to its
+        predecessor are forgotten: after an answer was put back the same base is requested again."""
+        self.first_exchange, self.reading_from_s, self.num_since_request = True, now_s if reads else None, 0
         self._requested_s.clear()
 
     def requested(self) -> None:
         """A tree is requested. What the drafter has to catch up with takes time that no later answer takes."""
         self.first_exchange, self.num_since_request = self.first_exchange or self.num_since_request > MAX_CATCH_UP, 0
+
+    def unread_s(self, now_s: float, reading_s: float | None) -> float:
+        """Seconds until the drafter should have read what it has, if others took ``reading_s`` for their texts; inf:
+        not known, or too early to wait for it."""
+        if self.reading_from_s is None or reading_s is None or now_s == self.reading_from_s:
+            return inf
+        return max(0.0, self.reading_from_s + reading_s - now_s)
 
     def skip(self, now_s: float, at_prompt: bool) -> None:
         """A step leaves it out, because it waits. ``at_prompt``: nothing is committed behind its prompt yet."""
@@ -339,10 +350,13 @@ class Followed:
         waited_s = wait.waited_s(step.began_s) if wait.skipped and link is not None else 0.0
         exchange_s = None if looked_up else wait.take_latency_s()
         round_ = Round(drafted, accepted, verified.depth, step.seconds, waited_s, step.rows,
-                       wait.skipped and not side.answered, None, exchange_s, wait.first_exchange, looked_up)
+                       wait.skipped and not side.answered, None, exchange_s, wait.first_exchange, looked_up,
+                       wait.reading_from_s is not None and now_s - wait.reading_from_s > READING_S)
         # At the first token the drafter has the prompt to read, and so it may have behind it.
         reading = not wait.skipped and (first_token or (wait.first_exchange and link is not None))
-        wait.first_exchange = wait.first_exchange and (looked_up or first_token)
+        wait.first_exchange = wait.first_exchange and wait.reading_from_s is not None
+        if first_token and wait.first_exchange:
+            wait.reading_from_s = now_s
         latency_s = round_.latency_s(self._context.policy.deadline_max_s)
         if link is not None and latency_s is not None:
             self._context.pool.observe_latency(link, latency_s, now_s)
@@ -413,6 +427,9 @@ class Followed:
         if isinstance(message, Drop):
             self._handle_drop(message.reason, now_s)
             return
+        if self.wait.reading_from_s is not None and len(message.ids):
+            self._context.beliefs.reading.observe(now_s - self.wait.reading_from_s)
+            self.wait.reading_from_s = None
         self.wait.received(now_s, message.base, self.side.base, joined > 0, self.side.answered)
 
     def lost(self, now_s: float, reason: Reason, can_move: bool = False, former_link: Link | None = None) -> None:
@@ -472,7 +489,10 @@ class Followed:
             return None
         # A guess of what steps cost says nothing of reading: sessions of all lengths share its prices.
         context = 0 if self._context.beliefs.costs.guessed else whole_context(self.side.base)
-        return RoundInputs(others, followed, chances, self.wait.num_since_request, self._can_run_ahead, context)
+        wait, unread_s = self.wait, 0.0
+        if (wait.first_exchange or wait.num_since_request > MAX_CATCH_UP) and not self._context.policy.always:
+            unread_s = wait.unread_s(now_s, self._context.beliefs.reading.mean_s)
+        return RoundInputs(others, followed, chances, wait.num_since_request, self._can_run_ahead, context, unread_s)
 
     def _plain_decision(self) -> Decision:
         return Decision(self.policy.mode, 0, 0, 0, False, False, 0.0,
@@ -502,7 +522,7 @@ class Followed:
         # Who is asked for nothing while the text's own chain is verified is told of the prompt meanwhile.
         message = self.side.attach(self.decision.num_wanted, self.decision.ahead)
         self._context.send(self.link, message)
-        self.wait.attached()
+        self.wait.attached(now_s, hello.vocab_size > 0)
         self._rows_from = max(0, self.side.base - hello.max_context)
         if not self.decision.lookup:
             self.decision = self._decide(now_s, others)
@@ -510,19 +530,21 @@ class Followed:
     def _unlink(self) -> Link | None:
         """Forget its drafter and return it."""
         link, self.link, self.feature_spec, self._can_run_ahead = self.link, None, None, False
+        self.wait.reading_from_s = None
         self.policy.detached()
         return link
 
     def _release_drafter(self, message: Close | None) -> None:
-        link = self._unlink()
+        from_s, until_s, link = self.wait.reading_from_s, self.wait.committed_s, self._unlink()
+        if link is not None and from_s is not None and until_s > from_s:  # that it said no word is seen here alone
+            self._context.pool.observe_latency(link, until_s - from_s, until_s)
         self._context.pool.release(link)
         self._context.send(link, message)
 
     def _start_wait(self, now_s: float) -> None:
         """Its drafter gets its newest commit now; from here on it may wait."""
         measures_latency = self.link is not None and self.decision.num_wanted and len(self.side.tree.tokens) == 1
-        can_wait = self.link is not None and (not self.wait.first_exchange or self._context.policy.always)
-        self.wait.committed(now_s, self.decision.wait_s if can_wait else 0.0,
+        self.wait.committed(now_s, self.decision.wait_s if self.link is not None else 0.0,
                             self.side.base if measures_latency else None)
 
     def _features_of(self, verified: Verified, spec: FeatureSpec) -> Features:
