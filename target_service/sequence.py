@@ -33,7 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.base.errors import first_line
-from slipstream.choosing.logits import TokenHistory, is_filtered
+from slipstream.choosing.logits import TokenHistory
 from slipstream.choosing.permitted import Masks
 from slipstream.engine.kv import Match, RadixCache, Row
 from slipstream.engine.runner import FeatureWriter, ModelRunner
@@ -89,7 +89,7 @@ class Sequence:
     num_borrowed: int = 0
     match: Match | None = None
     cached_tokens: int = 0  # of its prompt, until the first piece says how many
-    plain_sampling: bool = False  # needs only a token from its logits: no log probabilities, penalties, filters or rule
+    plain_sampling: bool = False  # needs only a token from its logits: no log probabilities, penalties, bias or rule
     stepped: bool = False  # whether a step has computed rows of it
     num_missed: int = 0  # steps in a row that had no row for its next token
     num_scored: int = 0  # prompt rows that are scored; each scores the token after it
@@ -108,7 +108,6 @@ class Sequence:
         followed = following.open(number, request.tokens, num_prompt, request.sampling, num_prompt + request.max_tokens,
                                   request.speculate, "" if span is None else span.parent)
         plain_sampling = (not (sampling.path_dependent or sampling.logit_bias)
-                          and (sampling.greedy or not is_filtered(sampling))
                           and rule is None and request.top_logprobs is None)
         return Sequence(number, request, sink, followed, history, span, rule, plain_sampling=plain_sampling)
 

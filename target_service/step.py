@@ -55,7 +55,7 @@ from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.runner import ModelRunner
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
-from slipstream.protocol.requests import PromptScores, TokenLogprob
+from slipstream.protocol.requests import PromptScores, Sampling, TokenLogprob
 from slipstream.protocol.tree import DraftTree, Thresholds, Verdict, relaxed_choices, walk
 from target_service.sequence import KV, PrefixKey, Sequence
 
@@ -350,7 +350,7 @@ def run_step(runner: ModelRunner, prefill: abc.Sequence[tuple[Sequence, int]], t
                         else (runner.logits(batch, states), None))
         if is_async:  # first give the device its work, then wake other threads
             meanwhile()
-        choices, choice_rows, known_nodes = _choose(runner, trees, levels, logits, best, draws)
+        choices, choice_rows, known_nodes = _choose(runner, trees, levels, logits, best, draws, thresholds)
         scored = [] if states is None else [part.compute(states, runner.model.logits) for part in scoring]
         outcomes = _outcomes(trees, levels, choice_rows, known_nodes, choices, logits, thresholds)
     except Exception as error:
@@ -374,38 +374,37 @@ def run_step(runner: ModelRunner, prefill: abc.Sequence[tuple[Sequence, int]], t
 
 def _draws(trees: Trees, levels: abc.Sequence[list[int]], thresholds: Thresholds) -> Draws | None:
     """How to choose on the device, if all answers need only plain sampling and no thresholds apply; else None."""
-    temperatures, seeds, positions, any_sampled = list[float](), list[int](), list[int](), False
-    for (sequence, tree), level in zip(trees, levels, strict=True):
+    samplings, positions, any_sampled = list[Sampling](), list[int](), False
+    for sequence, tree in trees:
         sampling = sequence.request.sampling
         if not sequence.plain_sampling or (thresholds.lossy and not sampling.greedy):
             return None
         any_sampled = any_sampled or not sampling.greedy
-        temperatures += [sampling.temperature] * len(level)
-        seeds += [sampling.seed] * len(level)
-        positions += [tree.base + depth for depth in level]
-    return Draws(temperatures, seeds, positions) if any_sampled else GREEDY
+        samplings.append(sampling)
+        positions.append(tree.base)
+    return Draws(samplings, positions, [len(level) for level in levels]) if any_sampled else GREEDY
 
 
 def _choose(runner: ModelRunner, trees: Trees, levels: abc.Sequence[list[int]], logits: torch.Tensor,
-            best: list[int] | None,
-            draws: Draws | None) -> tuple[list[int], list[ChoiceRows], dict[int, frozenset[int]]]:
-    """The choices of all rows, the parameters they were chosen by, and the nodes whose masks are known. best:
-    the argmax of each row, or the choice of ``draws``; None: not computed."""
+            best: list[int] | None, draws: Draws | None,
+            thresholds: Thresholds) -> tuple[list[int], list[ChoiceRows], dict[int, frozenset[int]]]:
+    """The choices of all rows that a walk can reach, the parameters they were chosen by, and the nodes whose masks are
+    known. best: the argmax of each row, or the choice of ``draws``; None: not computed."""
     if draws is not None and best is not None:
         return best, [], {}
     if draws is GREEDY:
         return greatest(logits), [], {}
-    choice_rows, known_nodes = _with_masks(trees, _all_choice_rows(trees, levels))
+    choice_rows, known_nodes = _with_masks(trees, _all_choice_rows(trees, levels, thresholds))
     return choose(logits, choice_rows, best, runner.race), choice_rows, known_nodes
 
 
-def _all_choice_rows(trees: Trees, levels: abc.Sequence[list[int]]) -> list[ChoiceRows]:
-    """The parameters by which rows are chosen, answer by answer."""
+def _all_choice_rows(trees: Trees, levels: abc.Sequence[list[int]], thresholds: Thresholds) -> list[ChoiceRows]:
+    """The parameters by which rows are chosen, answer by answer. Thresholds compare with the choices of all rows."""
     choice_rows, first = list[ChoiceRows](), 0
     for (sequence, tree), level in zip(trees, levels, strict=True):
         sampling, rows = sequence.request.sampling, range(first, first + len(level))
         choice_rows.append(ChoiceRows(sampling, rows, (), (), None, ()) if sequence.plain_sampling and sampling.greedy
-                           else _choice_rows(sequence, tree, level, first))
+                           else _choice_rows(sequence, tree, level, first, whole=thresholds.lossy))
         first += len(level)
     return choice_rows
 
@@ -475,14 +474,15 @@ def _relaxed(tree: DraftTree, target_choices: abc.Sequence[int], logits: torch.T
     return relaxed_choices(tree, target_choices, [1.0, *chances], uniform_draws(choice_rows), thresholds)
 
 
-def _choice_rows(sequence: Sequence, tree: DraftTree, levels: list[int], first: int) -> ChoiceRows:
+def _choice_rows(sequence: Sequence, tree: DraftTree, levels: list[int], first: int, whole: bool) -> ChoiceRows:
     sampling = sequence.request.sampling
     # Paths cost Python time; only penalties look at them.
     paths = ([[tree.tokens[above] for above in tree.path(node)[1:]] for node in range(len(tree))]
              if sampling.penalised else [[]] * len(tree))
     base, output = tree.base, sequence.followed.side.num_output
     return ChoiceRows(sampling, range(first, first + len(tree)), [base + level for level in levels],
-                      [output + level for level in levels], sequence.history, paths)
+                      [output + level for level in levels], sequence.history, paths,
+                      tree=None if whole else (tree.parents, tree.tokens))
 
 
 CALM_S = 30.0

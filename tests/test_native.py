@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import shutil
 import threading
 from dataclasses import replace
@@ -27,7 +26,6 @@ from slipstream.engine.native import compiled_kernels, native_or
 from slipstream.engine.native.compiled_kernels import SOURCE, X86, build, file_name, kernels, kinds_of, processor
 from slipstream.engine.native.decoder import NativeDecoder
 from slipstream.engine.native.program import (
-    DRAW,
     BatchFrame,
     Frame,
     NativeHead,
@@ -37,14 +35,16 @@ from slipstream.engine.native.program import (
     RopeTable,
     Screen,
     Team,
+    draw_records,
 )
 from slipstream.engine.ops.layer import Heads, Linear, Rope
 from slipstream.engine.runner import FeatureWriter, ModelRunner
 from slipstream.protocol.messages import FeatureSpec, Projection
 from slipstream.protocol.requests import Sampling
+from slipstream.protocol.tree import DraftTree, walk
 from tests.sequences import run, run_tree
 from tests.tiny import VOCAB, tiny_config, write_tiny_model
-from tests.trees import random_tree
+from tests.trees import lucky_tree, random_shape, random_tree
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 176, "head_dim": 32}
 TEXT = list(b"What a row computes is known from its own path alone, and from nothing else that happens to be there.")
@@ -224,6 +224,13 @@ def test_the_best_that_is_screened_is_the_best_of_all(width: int, inner: int, fl
     assert best[1].tolist() == best[0].tolist()
 
 
+def drawn(samplings: list[Sampling], positions: list[int]) -> BatchFrame:
+    """The frame of rows without a tree."""
+    rows = len(samplings)
+    records = draw_records(Draws(samplings, positions, [1] * rows))
+    return BatchFrame(Frame(rows=rows, num_picked=rows, draws=records.buffer_info()[0], num_draws=rows), records)
+
+
 @pytest.mark.parametrize("flags", ABLE, ids=named)
 @pytest.mark.parametrize("width", [1, 40, 1024, 4999])
 def test_what_is_drawn_of_a_screened_head_is_drawn_of_all_its_logits(width: int, flags: tuple[str, ...]) -> None:
@@ -239,15 +246,89 @@ def test_what_is_drawn_of_a_screened_head_is_drawn_of_all_its_logits(width: int,
     best, program = torch.empty(rows, dtype=torch.int64), Program(team)
     program.product(x, packed, logits)
     program.choose(x, packed, screen, best)
-    told = ctypes.create_string_buffer(b"".join(map(DRAW.pack, seeds, heats, positions)))
-    program.run(BatchFrame(Frame(rows=rows, num_picked=rows, draws=ctypes.addressof(told)), told))
     sampled = [Sampling(temperature=heat, seed=seed) for heat, seed in zip(heats, seeds, strict=True)]
+    program.run(drawn(sampled, positions))
     alone = [ChoiceRows(sampling, range(row, row + 1), (positions[row],), (0,), None, ((),))
              for row, sampling in enumerate(sampled)]
     right = choose(logits, alone)
     for row, token in enumerate(best.tolist()):
         able = heats[row] != 1e-9 and row < rows - 4 and bool((logits[row].abs() < 1e6).all())
         assert token == (right[row] if able or not heats[row] else -1), (row, heats[row])
+
+
+@pytest.mark.parametrize("flags", ABLE, ids=named)
+def test_a_walk_through_screened_trees_chooses_what_all_logits_say(flags: tuple[str, ...]) -> None:
+    dice, rng, nodes, lengths = torch.Generator().manual_seed(1), np.random.default_rng(1), 12, list[int]()
+    samplings = [Sampling(temperature=heat, seed=7 + place, top_p=0.9 if place % 3 else 1.0)
+                 for place, heat in enumerate((0.0, 0.7, 1.0, 0.2, 0.0, 1.0))]
+    team, rows = Team(kernels(flags), 2), nodes * len(samplings)
+    weight, x = filtered_rows(1200, rows, 96, dice)
+    packed, logits, best = Packed(team, weight), torch.empty(rows, 1200), torch.empty(rows, dtype=torch.int64)
+    screen, program = Screen.of(team, packed), Program(team)
+    assert screen is not None
+    program.product(x, packed, logits)
+    program.choose(x, packed, screen, best)
+    shapes = [random_shape(rng, nodes) for _ in samplings]
+    program.run(BatchFrame(Frame(rows=rows, num_picked=rows)))
+    right = choose(logits, [ChoiceRows(sampling, range(first, first + nodes), [50 + level for level in shape.levels()],
+                                       [0] * nodes, None, [()] * nodes)
+                            for sampling, shape, first in zip(samplings, shapes, range(0, rows, nodes), strict=True)])
+    trees = [lucky_tree(shape, right[first : first + nodes]) for shape, first in zip(shapes, range(0, rows, nodes),
+                                                                                    strict=True)]
+    records = draw_records(Draws(samplings, [50] * len(trees), [nodes] * len(trees)))
+    told = [np.array([number for tree in trees for number in numbers(tree)])
+            for numbers in (DraftTree.ancestors, lambda tree: tree.tokens)]
+    program.run(BatchFrame(Frame(rows=rows, num_picked=rows, words=told[0].ctypes.data, tokens=told[1].ctypes.data,
+                                 draws=records.buffer_info()[0], num_draws=len(trees)), records))
+    for place, tree in enumerate(trees):
+        cut = slice(place * nodes, (place + 1) * nodes)
+        found, expected = walk(tree, best.tolist()[cut]).tokens, walk(tree, right[cut]).tokens
+        if found[-1] == -1:  # not certain: the walk ends there
+            found, expected = found[:-1], expected[: len(found) - 1]
+        assert found == expected, samplings[place]
+        lengths.append(len(found))
+    assert sum(lengths) >= 12 and max(lengths) >= 4
+
+
+FILTERS: tuple[dict[str, float], ...] = (
+    {"top_p": 0.9}, {"top_k": 20, "top_p": 0.8}, {"top_k": 5}, {"min_p": 0.05}, {"top_p": 0.5, "min_p": 0.3},
+    {"top_k": 5000, "top_p": 0.99}, {"top_p": 1e-6}, {"top_k": 1}, {"top_k": 40, "min_p": 0.1, "top_p": 0.95})
+
+
+def filtered_rows(width: int, rows: int, inner: int, dice: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """A head and states; some rows' logits are peaked, some flat."""
+    weight = torch.randn(width, inner, generator=dice) / 3
+    weight[width // 2 :: 7] = weight[width // 3].clone()  # equals
+    sizes = torch.tensor([0.1, 0.5, 1.0, 2.0])[torch.arange(rows) % 4, None]
+    x = torch.randn(rows, inner, generator=dice) * sizes
+    # most states are near a token's weights, as those of a trained model
+    x[::3] += sizes[::3] * 2 * weight[torch.randint(width, (len(x[::3]),), generator=dice)]
+    return weight, x.to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("flags", ABLE, ids=named)
+@pytest.mark.parametrize("width", [1, 40, 1024, 4999])
+def test_what_is_drawn_of_a_screened_head_is_filtered_as_all_its_logits_are(width: int, flags: tuple[str, ...]) -> None:
+    dice, rows, inner, sure = torch.Generator().manual_seed(width), 96, 96, 0
+    team = Team(kernels(flags), 2)
+    weight, x = filtered_rows(width, rows, inner, dice)
+    packed, logits = Packed(team, weight), torch.empty(rows, width)
+    screen = Screen.of(team, packed)
+    assert screen is not None
+    best, program, positions = torch.empty(rows, dtype=torch.int64), Program(team), list(range(50, 50 + rows))
+    program.product(x, packed, logits)
+    program.choose(x, packed, screen, best)
+    for place, filters in enumerate(FILTERS):
+        heat = (0.7, 1.0, 0.2)[place % 3]
+        samplings = [Sampling(temperature=heat, seed=row + 1000 * place, **filters) for row in range(rows)]
+        program.run(drawn(samplings, positions))
+        right = choose(logits, [ChoiceRows(sampling, range(row, row + 1), (positions[row],), (0,), None, ((),))
+                                for row, sampling in enumerate(samplings)])
+        found = best.tolist()
+        assert [token for token in found if token >= 0] == [
+            token for token, other in zip(right, found, strict=True) if other >= 0], filters
+        sure += sum(token >= 0 for token in found)
+    assert sure >= rows * len(FILTERS) * 0.5
 
 
 def test_a_step_tells_what_it_draws_and_all_logits_where_it_cannot(tmp_path: Path,
@@ -259,7 +340,7 @@ def test_a_step_tells_what_it_draws_and_all_logits_where_it_cannot(tmp_path: Pat
     batch, places = builder.build(), range(1, 9)
     logits = runner.logits_and_best(batch)[0].clone()
     for heats in ([0.7] * 8, [0.0, 1.0] * 4, [1.0] * 7 + [1e-9]):
-        draws = Draws(heats, [7] * 8, places)
+        draws = Draws([Sampling(temperature=heat, seed=7) for heat in heats], places, [1] * 8)
         rows = [ChoiceRows(Sampling(temperature=heat, seed=7), range(row, row + 1), (places[row],), (0,), None, ((),))
                 for row, heat in enumerate(heats)]
         told, found = runner.logits_and_best(batch, draws)
@@ -267,6 +348,26 @@ def test_a_step_tells_what_it_draws_and_all_logits_where_it_cannot(tmp_path: Pat
             assert found is None and torch.equal(told, logits)
         else:
             assert found == choose(logits, rows) and not len(told)
+
+
+def test_a_screen_that_leaves_most_sampled_steps_to_all_logits_rests(tmp_path: Path,
+                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NativeHead, "_passes_trial", lambda self, screen: True)
+    model = load_model(write_tiny_model(tmp_path, "llama", **SHAPE), ModelSection(kernels="native"))
+    runner, builder = ModelRunner(model, 64), BatchBuilder()
+    builder.add(range(1, 9), range(8), range(8), np.zeros(0, np.int64))
+    batch = builder.build()
+
+    def screened(heat: float, steps: int) -> int:
+        draws = Draws([Sampling(temperature=heat)] * 8, range(8), [1] * 8)
+        return sum(runner.logits_and_best(batch, draws)[1] is not None for _ in range(steps))
+
+    monkeypatch.setattr(NativeHead, "screen", property(lambda self: tried.append(0) or made))  # counts its uses
+    made, tried = Screen.of(runner.model._head._team, runner.model._head.packed), list[int]()
+    assert screened(1e-9, 100) == 0  # the specification has to choose
+    assert len(tried) < 40
+    assert screened(1.0, 100) > 20  # tried again, it is of use again
+    assert runner.logits_and_best(batch, GREEDY)[1] is not None
 
 
 @pytest.mark.parametrize("flags", ABLE, ids=named)

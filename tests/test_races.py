@@ -19,6 +19,8 @@ from slipstream.engine.native.compiled_kernels import X86, kernels
 from slipstream.engine.native.program import Team
 from slipstream.engine.native.races import NativeRace
 from slipstream.protocol.requests import Sampling
+from slipstream.protocol.tree import DraftTree, walk
+from tests.trees import lucky_tree, random_shape
 
 Rows = NDArray[np.float32]
 Dice = np.random.Generator
@@ -131,6 +133,23 @@ def agrees(race: Race, seed: int, rows: int) -> None:
 
 def test_choices_are_those_of_the_specification(team: Team) -> None:
     agrees(NativeRace(team), 1, 600)
+
+
+def test_choices_that_a_walk_reaches_are_those_of_the_specification(team: Team) -> None:
+    rng, race, longest, left_out = np.random.default_rng(5), NativeRace(team), 0, 0
+    for logits, sessions in cases(6, 600):
+        right, walks = choose(logits, sessions), list[tuple[slice, DraftTree]]()
+        for session in sessions:
+            cut = slice(session.rows.start, session.rows.stop)
+            walks.append((cut, lucky_tree(random_shape(rng, len(session.rows)), right[cut])))
+        found = choose(logits, [replace(session, tree=(tree.parents, tree.tokens))
+                                for session, (_, tree) in zip(sessions, walks, strict=True)], None, race)
+        for cut, tree in walks:
+            verdict = walk(tree, found[cut])
+            assert verdict == walk(tree, right[cut]), (logits[cut], tree)
+            longest = max(longest, len(verdict.path))
+        left_out += sum(one != other for one, other in zip(found, right, strict=True))
+    assert longest >= 3 and left_out  # rows that no walk reaches are not chosen
 
 
 @pytest.mark.parametrize("flags", [X86[-1][1], ()], ids=["AVX2", "any processor"])

@@ -46,7 +46,7 @@ def step(runner: ModelRunner, places: NDArray[np.int64], rows: int, heat: float 
     """Compute a whole step, greedy or at a temperature. Returns the chosen tokens."""
     batch = chains(places, rows).build()
     count = len(batch.host.logit_rows)
-    draws = Draws([heat] * count, [0] * count, range(FIRST, FIRST + count)) if heat else GREEDY
+    draws = Draws([Sampling(temperature=heat)] * count, range(FIRST, FIRST + count), [1] * count) if heat else GREEDY
     logits, best = runner.logits_and_best(batch, draws)
     return best or choose(logits, choice_rows(Sampling(temperature=heat), count), None, runner.race)
 

@@ -59,6 +59,9 @@ class ChoiceRows:
     # The tokens that a grammar allows, uint32 [r, W], bit i of word w is token 32 * w + i. min_tokens is applied in it:
     # once a grammar has ended, the answer must be able to end.
     allowed: NDArray[np.uint32] | None = None
+    # Parents and tokens of a tree's nodes, one a row: choices are wanted in those rows only that a walk from the first
+    # one along the choices reaches. Others may get any token.
+    tree: tuple[Sequence[int], Sequence[int]] | None = None
 
     @property
     def plain_greedy(self) -> bool:
@@ -74,7 +77,7 @@ class ChoiceRows:
     def part(self, cut: slice) -> ChoiceRows:
         """Some of its rows."""
         return replace(self, rows=self.rows[cut], positions=self.positions[cut], num_output=self.num_output[cut],
-                       paths=self.paths[cut], allowed=None if self.allowed is None else self.allowed[cut])
+                       paths=self.paths[cut], allowed=None if self.allowed is None else self.allowed[cut], tree=None)
 
     def split(self, most: int) -> list[ChoiceRows]:
         """The same rows in parts of at most ``most``."""
@@ -85,12 +88,13 @@ class ChoiceRows:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """How tokens are chosen in a call that wants only these, of rows without penalties, bias, grammar or filters. R
-    entries each; all empty: every row is greedy."""
+    """How tokens are chosen in a call that wants only these, of sessions without penalties, bias or grammar. An entry
+    for each session; all empty: every row is greedy. In a tree, choices are wanted as far as a walk along them reaches;
+    others may get any token."""
 
-    temperatures: Sequence[float] = ()  # 0: greedy
-    seeds: Sequence[int] = ()
-    positions: Sequence[int] = ()  # of the tokens to be chosen
+    samplings: Sequence[Sampling] = ()
+    positions: Sequence[int] = ()  # of the token to be chosen in its first row
+    counts: Sequence[int] = ()  # its rows: a tree's nodes
 
 
 GREEDY = Draws()

@@ -117,14 +117,17 @@ class NativeDecoder:
         assert join is None or isinstance(join, NativeLinear)
         width = len(taps) * self.config.hidden_size if join is None else join.packed.outer
         assert (width if taps else 0) == (0 if features is None else features.shape[1])
-        num_logit_rows, drawn = len(batch.host.logit_rows), draws is not None and bool(draws.temperatures)
-        choices_only = draws is not None and self._head.uses_screen(num_logit_rows)
+        num_logit_rows, drawn = len(batch.host.logit_rows), draws is not None and bool(draws.samplings)
+        choices_only = draws is not None and self._head.uses_screen(num_logit_rows, drawn)
         prepared = self.prepared(batch.num_rows, Taps(taps, join), num_logit_rows, choices_only)
         prepared.program.run(self.frame(batch, pool, features, draws if choices_only and draws is not None else GREEDY))
         best: list[int] = prepared.best[:num_logit_rows].tolist()
+        missed = choices_only and drawn and min(best) < 0
+        if drawn:
+            self._head.tell_sampled(missed if choices_only else None)
         if not choices_only:
             return prepared.logits[:num_logit_rows], None if drawn else best
-        if drawn and min(best) < 0:
+        if missed:
             return self._head(prepared.states[:num_logit_rows]), None
         return prepared.logits[:0], best
 

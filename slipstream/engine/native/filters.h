@@ -22,8 +22,10 @@ constexpr double LOGIT_ERROR = 1e-9;        // logits this close may become equa
 
 enum Verdict { OUT, IN, UNSURE };
 
-// Top-k, top-p and min-p as thresholds on the logit.
+// Top-k, top-p and min-p as thresholds on the logit, of a row whose logits are all known.
 struct Filters {
+    explicit Filters(Race& race) : race(race) {}
+
     Race& race;
     double kth = -INFINITY, lowest = -INFINITY;  // the k-th greatest logit; the threshold of min-p
     double total = -1, others = 0;               // the mass that top-p counts, and an approximation of what is missing in it
@@ -44,7 +46,8 @@ struct Filters {
         return true;
     }
 
-    bool rank() {
+    // Sets `kth` and `total`. Returns whether they are certain.
+    virtual bool rank() {
         size_t k = race.session.top_k;
         std::vector<float> peaks(race.peaks, race.peaks + race.vocabulary.blocks);
         double least = -INFINITY;  // lower bound of the k-th greatest
@@ -74,7 +77,6 @@ struct Filters {
     }
 
     Verdict nucleus(double logit) {
-        if (race.session.top_p >= 1) return IN;
         double next = std::nextafter(logit, INFINITY), wanted = race.session.top_p;
         double above = race.mass(next, logit), certain_above = -1;
         if (race.adjusted.empty() && round_up(next) == round_up(logit + slack())) certain_above = above;  // nothing lies in between
@@ -97,20 +99,26 @@ struct Filters {
         return race.exact_mass(logit + slack()) > most ? OUT : UNSURE;
     }
 
+    // What top-k and top-p say of a logit of at least `kth`.
+    virtual Verdict judge(double logit) { return race.session.top_p < 1 ? nucleus(logit) : IN; }
+
     Verdict survives(double logit) {  // logit: at least `race.min_logit`
         if (logit >= lowest_in) return IN;
         if (logit <= highest_out) return OUT;
         if (race.session.min_p > -INFINITY && std::abs(logit - lowest) <= slack()) return UNSURE;
-        Verdict found = nucleus(logit);
+        Verdict found = judge(logit);
         if (found == IN) lowest_in = logit;
         if (found == OUT) highest_out = logit;
         return found;
     }
 };
 
+bool is_filtered(const ChoiceRows& session) {
+    return session.top_k > 0 || session.top_p < 1 || session.min_p > -INFINITY;
+}
+
 // Leaves the best survivors in `race.best`. Returns whether they are certain.
-bool choose_filtered(Race& race) {
-    Filters filters{race};
+bool choose_filtered(Race& race, Filters& filters) {
     if (!filters.prepare()) return false;
     while (true) {
         race.run();

@@ -40,10 +40,12 @@ struct Op {  // `program.Op` is the same
     int64_t keep_cached;   // PRODUCT, 1: its weights are read again soon
 };
 
-struct Draw {  // `program.DRAW` is the same: how a token is chosen in a row whose logits are not wanted
+struct Draw {  // `program.DRAW` is the same: how tokens are chosen in a session's rows, whose logits are not wanted
     uint64_t seed;
-    double temperature;  // 0: greedy
-    int64_t position;    // of the token to be chosen
+    double temperature;           // 0: greedy
+    double top_p, min_p;          // as in `ChoiceRows`
+    int64_t top_k, position;      // position: of the token to be chosen in its first row
+    int64_t first_row, num_rows;  // its picked rows: a tree's nodes
 };
 
 struct Frame {  // `program.Frame` is the same: the inputs of one forward
@@ -65,7 +67,8 @@ struct Frame {  // `program.Frame` is the same: the inputs of one forward
     const int64_t* picked;  // [num_picked] the rows that operations with `picked_only` compute
     int64_t num_picked;
     bf16* features;            // [S, F] rows by slot
-    const Draw* draws;         // [num_picked] for CHOOSE; null: all rows are greedy
+    const Draw* draws;         // for CHOOSE; their rows tile the picked ones; null: all rows are greedy
+    int64_t num_draws;
 };
 
 }  // namespace

@@ -142,6 +142,7 @@ int64_t rows_of(const Op& op, const Frame& frame) { return op.picked_only ? fram
 int64_t parts_of(const Op& op, const Frame& frame, int threads, const Splits& splits) {
     if (op.kind == PRODUCT || op.kind == SCREEN) return std::min<int64_t>(groups_of(op), threads == 1 ? 1
             : PARTS_PER_THREAD * threads);
+    if (op.kind == CHOOSE && frame.draws) return frame.num_draws;
     return op.kind == ATTEND ? int64_t(splits.blocks.size()) * splits.parts : rows_of(op, frame);
 }
 
@@ -155,18 +156,16 @@ void compute(const Op& op, const Frame& frame, int64_t part, int64_t parts, Scra
         case BEST: ((int64_t*)op.out)[part] = argmax((const float*)op.in + part * op.in_stride, op.inner); return;
         case RACE: {
             const RaceCall& call = *(const RaceCall*)op.extra;
-            return race_row(call, part, (const float*)op.in + row_of(call, part) * op.in_stride, op.inner, scratch.floats);
+            return race_rows(call, part, op, scratch.floats);
         }
         case SCREEN: {
             int64_t groups = groups_of(op), first = first_group(groups, part, parts), last = first_group(groups, part + 1, parts);
-            return screen(op, first, last, rows_of(op, frame), frame.draws);
+            return screen(op, first, last, rows_of(op, frame), frame);
         }
-        case CHOOSE: {
-            const bool draws = frame.draws && frame.draws[part].temperature != 0;
-            ((int64_t*)op.out)[part] = draws ? screened_sample(op, part, frame.draws[part], scratch)
-                    : screened_argmax(op, part, scratch);
+        case CHOOSE:
+            if (frame.draws) return screened_walk(op, frame, frame.draws[part], scratch);
+            ((int64_t*)op.out)[part] = screened_argmax(op, part, scratch);
             return;
-        }
         case ROPE: return rope_row(op, frame, part);
         case ATTEND: return attend_part(op, frame, part, scratch.floats, splits);
         case PRODUCT: {

@@ -14,11 +14,13 @@ It knows nothing about whole models. Dimension key: see ``slipstream.engine``.
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
 import weakref
 from array import array
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -125,6 +127,7 @@ class RopeTable:
 INITIAL_ROWS = 64  # rows of new buffers
 MAX_SCREENED_ROWS = 64  # on processors with tiles
 TRIAL_ROWS = (2, 8, 19)  # rows of a screen's trials: different code computes each
+MAX_MISSED = 1 / 4  # a screen that leaves more of the sampled steps to all logits costs more than it saves
 MAX_EXACT_SHARE = 1 / 16  # a screen that leaves more of the groups to compute exactly for any state is not used
 
 
@@ -142,6 +145,7 @@ class NativeHead:
         self.packed = Packed(team, weight)
         self._column_norms = (torch.linalg.vector_norm(weight, dim=0, dtype=torch.float32)  # [H] norms of the columns
                          if isinstance(weight, torch.Tensor) else torch.ones(self.packed.inner))
+        self._missed = 0.0  # share of the latest sampled steps whose screen left a row to all logits
 
     @cached_property
     def screen(self) -> Screen | None:
@@ -149,10 +153,16 @@ class NativeHead:
         made = Screen.of(self._team, self.packed)
         return made if made is not None and self._passes_trial(made) else None
 
-    def uses_screen(self, rows: int) -> bool:
+    def uses_screen(self, rows: int, sampled: bool) -> bool:
         """Whether choices of ``rows`` rows should use the screen. With tiles a whole product of many rows costs little
         more than one of few, while a screen costs some exact groups for each row."""
-        return (rows <= MAX_SCREENED_ROWS or not self._team.kernels.tiles) and self.screen is not None
+        return ((rows <= MAX_SCREENED_ROWS or not self._team.kernels.tiles)
+                and not (sampled and self._missed > MAX_MISSED) and self.screen is not None)
+
+    def tell_sampled(self, missed: bool | None) -> None:
+        """Tell of a sampled step: whether its screen left a row to all logits; None: it had none. It is tried again
+        after some steps."""
+        self._missed += -self._missed / 64 if missed is None else (missed - self._missed) / 8
 
     def _passes_trial(self, screen: Screen) -> bool:
         """Whether the screen finds the argmax of random states on this processor, and leaves few groups to compute
@@ -217,7 +227,7 @@ class NativeLinear:
 NORM, PRODUCT, ROPE, ATTEND, ROUND, EMBED, WIDEN, RANK, BEST, RACE, SCREEN, CHOOSE = range(12)
 STORE, ADD, SILU = range(3)
 LINE, CHUNK = 64, 32 << 20  # bytes of a cache line, and of memory that is allocated at a time
-DRAW = struct.Struct("=Qdq")  # ``Draw`` of ``op.h``
+DRAW = struct.Struct("=Qdddqqqq")  # ``Draw`` of ``op.h``
 LANES, GROUP = 16, 32  # widths must be multiples of these: floats of the widest vector, and of two
 QUAD = 4  # int8 numbers that one instruction may multiply and add
 
@@ -242,7 +252,8 @@ class Frame(ctypes.Structure):
                 ("kv", ctypes.c_void_p), ("layer_stride", ctypes.c_int64), ("tokens", ctypes.c_void_p),
                 ("states", ctypes.c_void_p), ("positions", ctypes.c_void_p), ("segments", ctypes.c_void_p),
                 ("num_segments", ctypes.c_int64), ("window", ctypes.c_int64), ("picked", ctypes.c_void_p),
-                ("num_picked", ctypes.c_int64), ("features", ctypes.c_void_p), ("draws", ctypes.c_void_p)]
+                ("num_picked", ctypes.c_int64), ("features", ctypes.c_void_p), ("draws", ctypes.c_void_p),
+                ("num_draws", ctypes.c_int64)]
 
 
 class WeightMemory:
@@ -460,6 +471,16 @@ def _sizes(heads: Heads, layer: int) -> dict[str, int | float]:
     return {"layer": layer, "eps": heads.eps, "heads": heads.queries, "kv_heads": heads.kv, "head_dim": heads.size}
 
 
+def draw_records(draws: Draws) -> array[int]:
+    """A ``Draw`` of ``op.h`` for each session."""
+    firsts = accumulate(draws.counts[:-1], initial=0)
+    return array("B", b"".join([
+        DRAW.pack(sampling.seed, sampling.temperature, sampling.top_p,
+                  math.log(sampling.min_p) if sampling.min_p else -math.inf, sampling.top_k, position, first, count)
+        for sampling, position, first, count in zip(draws.samplings, draws.positions, firsts, draws.counts,
+                                                         strict=True)]))
+
+
 class BatchFrame:
     """A Frame, and the objects that it points to. For a list without attention ``Frame(rows)`` is enough."""
 
@@ -484,8 +505,8 @@ class BatchFrame:
                       batch.logit_rows.data_ptr(), len(batch.host.logit_rows),
                       None if features is None else features.data_ptr())
         records: array[int] | None = None
-        if draws.temperatures:
-            records = array("B", b"".join(map(DRAW.pack, draws.seeds, draws.temperatures, draws.positions)))
-            assert len(records) == DRAW.size * frame.num_picked
-            frame.draws = records.buffer_info()[0]
+        if draws.samplings:
+            records = draw_records(draws)
+            assert sum(draws.counts) == frame.num_picked
+            frame.draws, frame.num_draws = records.buffer_info()[0], len(draws.samplings)
         return BatchFrame(frame, batch, kv, cos, sin, segments, features, records)

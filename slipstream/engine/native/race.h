@@ -51,6 +51,8 @@ struct ChoiceRows {  // `races.CHOICE_ROWS` is the same: how tokens are chosen i
     int64_t first, row;       // index of its first row in the call, and in the logits
     const uint32_t* allowed;  // [rows, mask_words] a bit for each token, the lowest first; null: all of them
     int64_t mask_words;
+    const int64_t *parents, *nodes;  // of a tree, an entry for each row: parent and token of its node; null: no tree
+    int64_t num_rows;
 };
 
 constexpr int HALF = LANES / 2;  // as many 64-bit hashes fill a vector

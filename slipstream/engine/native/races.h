@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "filters.h"
+#include "op.h"
 #include "race.h"
 
 namespace {
@@ -145,8 +146,9 @@ void race_row(const RaceCall& call, int64_t place, const float* x, int64_t count
         race.key = row_key(session.seed, call.positions[place]);
         race.tolerance = score_tolerance(race.top, session.temperature);
         race.bound_noise();
-        if (session.top_k > 0 || session.top_p < 1 || session.min_p > -INFINITY) {
-            sure = choose_filtered(race);
+        if (is_filtered(session)) {
+            Filters filters(race);
+            sure = choose_filtered(race, filters);
         } else {
             race.run();
             sure = race.is_order_certain();
@@ -161,6 +163,26 @@ void race_row(const RaceCall& call, int64_t place, const float* x, int64_t count
         bool is = i < best.size();
         call.tokens[place * race.num_wanted + i] = is ? best[i].token : 0;
         call.scores[place * race.num_wanted + i] = is ? float(best[i].score - best[0].score - std::log(sum)) : -INFINITY;
+    }
+}
+
+// Chooses for the call's row `place`; for a tree's first row, in all its rows that a walk along the choices reaches, and
+// for its other rows nothing. After a row that is not sure all rows are not.
+void race_rows(const RaceCall& call, int64_t place, const Op& op, std::vector<float>& scratch) {
+    auto choose = [&](int64_t row) {
+        race_row(call, row, (const float*)op.in + row_of(call, row) * op.in_stride, op.inner, scratch);
+    };
+    const ChoiceRows& session = call.sessions[call.session_of[place]];
+    if (!session.parents) return choose(place);
+    if (place != session.first) return;
+    int64_t* tokens = call.tokens + place * call.num_wanted;
+    std::fill_n(call.sure + place, session.num_rows, 1);
+    for (int64_t node = 0; node < session.num_rows;) {
+        choose(place + node);
+        if (!call.sure[place + node]) return (void)std::fill_n(call.sure + place + node, session.num_rows - node, 0);
+        const int64_t above = node;
+        for (node++; node < session.num_rows; node++)
+            if (session.parents[node] == above && session.nodes[node] == tokens[above * call.num_wanted]) break;
     }
 }
 

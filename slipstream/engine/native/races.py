@@ -23,7 +23,7 @@ from slipstream.choosing.sampling import ChoiceRows, Winners
 from slipstream.engine.native.program import LANES, RACE, Frame, Op, Team
 from slipstream.protocol.requests import Sampling
 
-CHOICE_ROWS = struct.Struct("=QdddqdddQQqQQqQqqqqQq")
+CHOICE_ROWS = struct.Struct("=QdddqdddQQqQQqQqqqqQqQQq")
 NONE = array("q")
 
 
@@ -106,6 +106,11 @@ def _record(session: ChoiceRows, first: int, num_ids: int, kept: list[object]) -
     seen = counts = biased = stops = NONE
     amounts = array("d")
     masks, mask_words = 0, 0
+    parents = nodes = NONE
+    if session.tree is not None and len(session.rows) > 1:
+        parents, nodes = array("q", session.tree[0]), array("q", session.tree[1])
+        assert len(parents) == len(nodes) == len(session.rows)
+        kept.append((parents, nodes))
     if session.adjusted:
         if session.sampling.penalised:
             assert session.history is not None, "penalties need a TokenHistory"
@@ -123,7 +128,8 @@ def _record(session: ChoiceRows, first: int, num_ids: int, kept: list[object]) -
         sampling.seed, sampling.temperature, sampling.top_p, math.log(sampling.min_p) if sampling.min_p else -math.inf,
         sampling.top_k, sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty,
         _at(seen), _at(counts), len(seen), _at(biased), _at(amounts), len(biased), _at(stops), len(stops),
-        sampling.min_tokens, first, session.rows.start, masks, mask_words)
+        sampling.min_tokens, first, session.rows.start, masks, mask_words, _at(parents) if parents else 0, _at(nodes),
+        len(session.rows))
 
 
 def unadjusted_record(sampling: Sampling) -> bytes:

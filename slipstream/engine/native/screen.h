@@ -17,6 +17,7 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -217,14 +218,14 @@ void tile_screen(const Op& op, const std::vector<QuantizedState>& states, int64_
 template <int... R>
 constexpr auto screen_blocks(std::integer_sequence<int, R...>) { return std::array{&screen_block<R + 1>...}; }
 
-// The upper bounds of groups first to last, for all rows. draws: how rows are sampled, or null.
-void screen(const Op& op, int64_t first, int64_t last, int64_t rows, const Draw* draws) {
+// The upper bounds of groups first to last, for all rows.
+void screen(const Op& op, int64_t first, int64_t last, int64_t rows, const Frame& frame) {
     static constexpr auto blocks = screen_blocks(std::make_integer_sequence<int, SCREEN_ROWS>());
     std::vector<QuantizedState> states;
-    for (int64_t row = 0; row < rows; row++) {
-        states.emplace_back((const bf16*)op.in + row * op.in_stride, op.inner);
-        if (draws && draws[row].temperature != 0) states.back().bounds_out = (float*)op.extra + row * groups_of(op) * GROUP;
-    }
+    for (int64_t row = 0; row < rows; row++) states.emplace_back((const bf16*)op.in + row * op.in_stride, op.inner);
+    for (const Draw& draw : std::span(frame.draws, frame.draws ? frame.num_draws : 0))
+        for (int64_t row = draw.first_row; draw.temperature != 0 && row < draw.first_row + draw.num_rows; row++)
+            states[row].bounds_out = (float*)op.extra + row * groups_of(op) * GROUP;
 #if defined(__AMX_BF16__)
     if (rows >= MIN_TILE_ROWS && op.inner % (2 * TILE_DEPTH) == 0) return tile_screen(op, states, first, last);
 #endif
