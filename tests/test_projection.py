@@ -272,8 +272,9 @@ def test_weights_travel_below_the_message_limit(limit: int, whole: Projection) -
     assert hello.features is not None and hello.features.projection is not None
     assert hello == draft and hello.features.projection.weights == b"", "they come later"
     reader = ProjectionReader(hello.features.projection)
-    for message in encode_projection(whole, limit):
+    for number, message in enumerate(encode_projection(whole, limit)):
         assert len(message) <= limit and not reader.complete
+        assert draft_pb2.ExchangeResponse.FromString(message).projection.index == number, "older targets ask for it"
         reader.add(message)
     assert reader.complete and reader.finish().weights == whole.weights
 

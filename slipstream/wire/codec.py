@@ -420,9 +420,9 @@ def _read_projection(wire: draft_pb2.Projection) -> Projection:
 def encode_projection(projection: Projection, max_bytes: int) -> Iterator[bytes]:
     """Messages of at most ``max_bytes``, in the order in which they must be sent."""
     step = max_bytes - CHUNK_OVERHEAD
-    for start in range(0, len(projection.weights), step):
+    for index, start in enumerate(range(0, len(projection.weights), step)):
         yield draft_pb2.ExchangeResponse(projection=draft_pb2.ProjectionChunk(
-            weights=projection.weights[start:start + step])).SerializeToString()
+            index=index, weights=projection.weights[start:start + step])).SerializeToString()
 
 
 class ProjectionReader:
