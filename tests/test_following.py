@@ -561,6 +561,46 @@ def test_nobody_waits_for_a_drafter_that_still_reads_and_its_reading_is_no_laten
     assert any(beside.step(two) for _ in range(12)), "its first words are due"
 
 
+def test_what_a_target_computes_again_before_a_token_is_no_reading_of_its_drafter() -> None:
+    """An answer that was put back, or begun elsewhere: its drafter was overdue, or waited for in vain, at once."""
+    beside = Reading()
+    for back in (True, False):
+        if back:
+            one = beside.opened()
+            beside.step(one)
+            one.pause()
+        else:
+            one = beside.target.open(9, [*PROMPT, 5, 5, 5], len(PROMPT), Sampling(), 4096)
+        beside.target.begin([one], beside.world.now_s)
+        beside.world.now_s += 2.0
+        assert not beside.step(one)
+        for _ in range(20):
+            assert not beside.step(one)
+        assert not one.policy._state.num_silent
+        beside.says(one, [7])
+        assert beside.target._beliefs.reading.mean_s == pytest.approx(20 * STEP_S)
+        beside.target.close(one)
+
+
+@pytest.mark.parametrize(("steps", "slow"), [(50, False), (150, True)])
+def test_an_answer_that_ends_before_a_text_can_be_read_tells_nothing_of_its_drafter(steps: int, slow: bool) -> None:
+    """Answers that drafted well left it for another, to have their texts read there."""
+    beside, other = Reading(), Heard("other")
+    one, short = beside.opened(), beside.opened()
+    for _ in range(100):
+        beside.step(one)
+    beside.says(one, [7])  # 0.2 s
+    short.pause()
+    beside.target.begin([short], beside.world.now_s)
+    for _ in range(steps):
+        beside.step(short)
+    beside.target.link_up(other, READER)
+    beside.target.inbox.drain()
+    beside.target.pool.observe_latency(other, 0.005, beside.world.now_s)
+    beside.target.close(short)
+    assert beside.target.pool.is_slow(beside.link, False, beside.world.now_s) is slow
+
+
 def test_an_n_gram_drafter_has_nothing_to_read() -> None:
     beside = Reading(SILENT)
     one = beside.opened()

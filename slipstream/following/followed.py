@@ -217,6 +217,7 @@ class Followed:
     """One session. Made by ``Following.open``."""
 
     __slots__ = (
+        "_begun_base",
         "_can_run_ahead",
         "_context",
         "_left",
@@ -249,6 +250,7 @@ class Followed:
         self.decision = self._plain_decision()
         self.wait = DraftWait()
         self.plain = plain
+        self._begun_base = side.base  # when it was begun, or begun again: all before is computed first
         self._context = context
         self._limit = limit
         self._retry_at_s = 0.0  # no drafter is looked for before
@@ -307,7 +309,7 @@ class Followed:
 
     def begin(self, now_s: float, others: int) -> None:
         """The session is computed from now on, beside ``others`` other sessions."""
-        self.begun = True
+        self.begun, self._begun_base = True, self.side.base
         self.decision = self._decide(now_s, others)
         self._update_drafter(now_s, others)
         self._start_wait(now_s)
@@ -346,13 +348,13 @@ class Followed:
         decision; None: there is nothing to decide."""
         tokens, drafted, accepted = verified.tokens, verified.drafted, verified.accepted
         decision, wait, side, link = self.decision, self.wait, self.side, self.link
-        looked_up, first_token = decision.lookup > 0, side.base == side.prompt_len
+        looked_up, first_token = decision.lookup > 0, side.base == self._begun_base
         waited_s = wait.waited_s(step.began_s) if wait.skipped and link is not None else 0.0
         exchange_s = None if looked_up else wait.take_latency_s()
         round_ = Round(drafted, accepted, verified.depth, step.seconds, waited_s, step.rows,
                        wait.skipped and not side.answered, None, exchange_s, wait.first_exchange, looked_up,
                        wait.reading_from_s is not None and now_s - wait.reading_from_s > READING_S)
-        # At the first token the drafter has the prompt to read, and so it may have behind it.
+        # At its first token (since it was put back) the drafter has its text to read, and so it may have behind it.
         reading = not wait.skipped and (first_token or (wait.first_exchange and link is not None))
         wait.first_exchange = wait.first_exchange and wait.reading_from_s is not None
         if first_token and wait.first_exchange:
@@ -536,7 +538,9 @@ class Followed:
 
     def _release_drafter(self, message: Close | None) -> None:
         from_s, until_s, link = self.wait.reading_from_s, self.wait.committed_s, self._unlink()
-        if link is not None and from_s is not None and until_s > from_s:  # that it said no word is seen here alone
+        # That it said no word is seen here alone. In less time than others take to read nobody could have.
+        if (link is not None and from_s is not None
+                and until_s - from_s > (self._context.beliefs.reading.mean_s or 0.0)):
             self._context.pool.observe_latency(link, until_s - from_s, until_s)
         self._context.pool.release(link)
         self._context.send(link, message)
