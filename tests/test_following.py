@@ -508,9 +508,9 @@ READER = replace(SILENT, drafter="head", vocab_size=260)
 class Reading:
     """One answer after another beside ``link``, a drafter that has each text to read."""
 
-    def __init__(self, hello: DraftHello = READER) -> None:
+    def __init__(self, hello: DraftHello = READER, lookup: bool = False) -> None:
         self.world, self.link, self._numbers = Waits(), Heard(), 0
-        self.target = Following(TargetSection(drafts=(), prompt_lookup=False), StepCosts({1: STEP_S, 64: 2 * STEP_S}),
+        self.target = Following(TargetSection(drafts=(), prompt_lookup=lookup), StepCosts({1: STEP_S, 64: 2 * STEP_S}),
                                 TargetMetrics("function"), clock=lambda: self.world.now_s,
                                 inbox=Inbox(lambda: self.world.now_s, self.world))
         self.target.link_up(self.link, hello)
@@ -576,7 +576,7 @@ def test_what_a_target_computes_again_before_a_token_is_no_reading_of_its_drafte
         assert not beside.step(one)
         for _ in range(20):
             assert not beside.step(one)
-        assert not one.policy._state.num_silent
+        assert not one.policy._state.num_silent and one.policy.mode is Mode.SPECULATE
         beside.says(one, [7])
         assert beside.target._beliefs.reading.mean_s == pytest.approx(20 * STEP_S)
         beside.target.close(one)
@@ -599,6 +599,25 @@ def test_an_answer_that_ends_before_a_text_can_be_read_tells_nothing_of_its_draf
     beside.target.pool.observe_latency(other, 0.005, beside.world.now_s)
     beside.target.close(short)
     assert beside.target.pool.is_slow(beside.link, False, beside.world.now_s) is slow
+
+
+def test_a_drafter_that_is_asked_for_nothing_is_not_judged_by_it() -> None:
+    """While the text's own chain is verified, it is told of the text, and has nothing to say."""
+    beside, text, asked = Reading(lookup=True), list(range(60)) * 200, list[int]()
+    one = beside.target.open(1, text[:120], 120, Sampling(), len(text))
+    beside.target.begin([one], beside.world.now_s)
+    for _ in range(700):
+        (tree,), began_s = beside.target.take([one]), beside.world.now_s
+        at, count = len(one.side.tokens), len(tree) - 1
+        assert tree.tokens[1:] == text[at : at + count]
+        beside.world.now_s += STEP_S
+        verified = Verified(one.session, tuple(text[at : at + count + 1]), count, count, count)
+        beside.target.committed([verified], Step(began_s, STEP_S, len(tree), 1, count))
+        beside.target.flush()
+        asked.append(one.decision.num_wanted)
+    assert not any(asked) and beside.world.now_s > 1.0
+    beside.target.close(one)
+    assert beside.target.pool._members[beside.link].latency_s == 0 and beside.target._beliefs.reading.mean_s is None
 
 
 def test_an_n_gram_drafter_has_nothing_to_read() -> None:

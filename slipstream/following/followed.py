@@ -141,7 +141,7 @@ class DraftWait:
     """One session's wait for its drafter, since the newest commit."""
 
     __slots__ = ("_answered_s", "_latency_s", "_requested_s", "committed_s", "deadline_s", "first_exchange",
-                 "num_since_request", "reading_from_s", "skipped")
+                 "num_since_request", "owed_from_s", "reading_from_s", "skipped")
 
     def __init__(self) -> None:
         self.committed_s = 0.0  # when the newest token was committed; of a prompt, when it could have been verified
@@ -149,19 +149,27 @@ class DraftWait:
         self.skipped = False  # a step left it out since then, because it waited
         self.first_exchange = True  # the drafter that follows has the text to read, or much of it
         self.reading_from_s: float | None = None  # since when it reads the whole text; None: it has proposed something
+        self.owed_from_s: float | None = None  # since when, meanwhile, it is asked for a tree; None: it is not
         self.num_since_request = 0  # tokens that were committed since a tree was asked for
         self._answered_s: float | None = None  # when the drafter answered for it
         self._requested_s: dict[int, float] = {}  # base -> when
         self._latency_s: float | None = None  # of an answer that came since the last round
 
-    def attached(self, now_s: float, reads: bool) -> None:
+    def attached(self, now_s: float, reads: bool, asked: bool) -> None:
         """A drafter follows from here, and has the whole text to read; not ``reads``: in no time. Requests to its
         predecessor are forgotten: after an answer was put back the same base is requested again."""
         self.first_exchange, self.reading_from_s, self.num_since_request = True, now_s if reads else None, 0
+        self.owed_from_s = self.reading_from_s if asked else None
         self._requested_s.clear()
 
-    def requested(self) -> None:
-        """A tree is requested. What the drafter has to catch up with takes time that no later answer takes."""
+    def requested(self, now_s: float, wanted: int) -> None:
+        """A tree of so many nodes is requested. What the drafter has to catch up with takes time that no later answer
+        takes. Who is asked for nothing owes nothing, however long it has had the text."""
+        if not wanted:
+            self.owed_from_s = None
+            return
+        if self.owed_from_s is None and self.reading_from_s is not None:
+            self.owed_from_s = now_s
         self.first_exchange, self.num_since_request = self.first_exchange or self.num_since_request > MAX_CATCH_UP, 0
 
     def unread_s(self, now_s: float, reading_s: float | None) -> float:
@@ -351,14 +359,14 @@ class Followed:
         looked_up, first_token = decision.lookup > 0, side.base == self._begun_base
         waited_s = wait.waited_s(step.began_s) if wait.skipped and link is not None else 0.0
         exchange_s = None if looked_up else wait.take_latency_s()
+        if first_token and wait.reading_from_s is not None:  # the drafter had nothing to read before
+            wait.reading_from_s, wait.owed_from_s = now_s, now_s if wait.owed_from_s is not None else None
         round_ = Round(drafted, accepted, verified.depth, step.seconds, waited_s, step.rows,
                        wait.skipped and not side.answered, None, exchange_s, wait.first_exchange, looked_up,
-                       wait.reading_from_s is not None and now_s - wait.reading_from_s > READING_S)
+                       wait.owed_from_s is not None and now_s - wait.owed_from_s > READING_S)
         # At its first token (since it was put back) the drafter has its text to read, and so it may have behind it.
         reading = not wait.skipped and (first_token or (wait.first_exchange and link is not None))
         wait.first_exchange = wait.first_exchange and wait.reading_from_s is not None
-        if first_token and wait.first_exchange:
-            wait.reading_from_s = now_s
         latency_s = round_.latency_s(self._context.policy.deadline_max_s)
         if link is not None and latency_s is not None:
             self._context.pool.observe_latency(link, latency_s, now_s)
@@ -387,8 +395,7 @@ class Followed:
             side.commit(verified.tokens)
             return
         decision = self.decision = decision or self._plain_decision()
-        if decision.num_wanted:
-            self.wait.requested()
+        self.wait.requested(now_s, decision.num_wanted)
         features = None
         if self.feature_spec is not None and verified.rows:
             features = self._features_of(verified, self.feature_spec)
@@ -430,8 +437,9 @@ class Followed:
             self._handle_drop(message.reason, now_s)
             return
         if self.wait.reading_from_s is not None and len(message.ids):
-            self._context.beliefs.reading.observe(now_s - self.wait.reading_from_s)
-            self.wait.reading_from_s = None
+            if self.wait.owed_from_s == self.wait.reading_from_s:  # else it may have read long before
+                self._context.beliefs.reading.observe(now_s - self.wait.reading_from_s)
+            self.wait.reading_from_s = self.wait.owed_from_s = None
         self.wait.received(now_s, message.base, self.side.base, joined > 0, self.side.answered)
 
     def lost(self, now_s: float, reason: Reason, can_move: bool = False, former_link: Link | None = None) -> None:
@@ -524,7 +532,7 @@ class Followed:
         # Who is asked for nothing while the text's own chain is verified is told of the prompt meanwhile.
         message = self.side.attach(self.decision.num_wanted, self.decision.ahead)
         self._context.send(self.link, message)
-        self.wait.attached(now_s, hello.vocab_size > 0)
+        self.wait.attached(now_s, hello.vocab_size > 0, self.decision.num_wanted > 0)
         self._rows_from = max(0, self.side.base - hello.max_context)
         if not self.decision.lookup:
             self.decision = self._decide(now_s, others)
@@ -532,12 +540,12 @@ class Followed:
     def _unlink(self) -> Link | None:
         """Forget its drafter and return it."""
         link, self.link, self.feature_spec, self._can_run_ahead = self.link, None, None, False
-        self.wait.reading_from_s = None
+        self.wait.reading_from_s = self.wait.owed_from_s = None
         self.policy.detached()
         return link
 
     def _release_drafter(self, message: Close | None) -> None:
-        from_s, until_s, link = self.wait.reading_from_s, self.wait.committed_s, self._unlink()
+        from_s, until_s, link = self.wait.owed_from_s, self.wait.committed_s, self._unlink()
         # That it said no word is seen here alone. In less time than others take to read nobody could have.
         if (link is not None and from_s is not None
                 and until_s - from_s > (self._context.beliefs.reading.mean_s or 0.0)):
