@@ -574,8 +574,8 @@ def test_what_a_target_computes_again_before_a_token_is_no_reading_of_its_drafte
         beside.target.begin([one], beside.world.now_s)
         beside.world.now_s += 2.0
         assert not beside.step(one)
-        for _ in range(20):
-            assert not beside.step(one)
+        waits = [beside.step(one) for _ in range(20)]
+        assert not back or not any(waits), "nobody knows how long it reads"
         assert not one.policy._state.num_silent and one.policy.mode is Mode.SPECULATE
         beside.says(one, [7])
         assert beside.target._beliefs.reading.mean_s == pytest.approx(20 * STEP_S)
