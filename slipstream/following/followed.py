@@ -363,7 +363,7 @@ class Followed:
             wait.reading_from_s, wait.owed_from_s = now_s, now_s if wait.owed_from_s is not None else None
         round_ = Round(drafted, accepted, verified.depth, step.seconds, waited_s, step.rows,
                        wait.skipped and not side.answered, None, exchange_s, wait.first_exchange, looked_up,
-                       wait.owed_from_s is not None and now_s - wait.owed_from_s > READING_S)
+                       wait.reading_from_s is not None and now_s - wait.reading_from_s > READING_S)
         # At its first token (since it was put back) the drafter has its text to read, and so it may have behind it.
         reading = not wait.skipped and (first_token or (wait.first_exchange and link is not None))
         wait.first_exchange = wait.first_exchange and wait.reading_from_s is not None
@@ -437,8 +437,7 @@ class Followed:
             self._handle_drop(message.reason, now_s)
             return
         if self.wait.reading_from_s is not None and len(message.ids):
-            if self.wait.owed_from_s == self.wait.reading_from_s:  # else it may have read long before
-                self._context.beliefs.reading.observe(now_s - self.wait.reading_from_s)
+            self._context.beliefs.reading.observe(now_s - self.wait.reading_from_s)
             self.wait.reading_from_s = self.wait.owed_from_s = None
         self.wait.received(now_s, message.base, self.side.base, joined > 0, self.side.answered)
 
