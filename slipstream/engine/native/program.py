@@ -419,8 +419,9 @@ class Program:
 
     def choose(self, x: torch.Tensor, packed: Packed, screen: Screen, out: torch.Tensor) -> torch.Tensor:
         """Append: the result of ``best`` for the product of as many rows of x bfloat16 [C, I] as the frame picks, to
-        out int64 [C]. For rows with a temperature in the frame's draws it is the keyed choice, or -1: ``choosing`` must
-        decide. Returns float32 [C, groups], to which a run writes an upper bound of each group's outputs."""
+        out int64 [C]. For sampled rows of the frame's draws it is the keyed choice, or -1: ``choosing`` must decide; 0
+        where no walk through a tree reaches the row. Returns float32 [C, groups], to which a run writes an upper bound
+        of each group's outputs."""
         most, each = torch.empty(len(out), screen.groups), torch.empty(len(out), screen.bounds.shape[1])
         assert x.shape[1] == packed.inner and packed.inner % LANES == 0
         self._kept.append((packed, screen))
