@@ -8,6 +8,7 @@ from slipstream.base.config import PolicySection
 from slipstream.decision.beliefs import FIRST_TEXTS, FORGET_AFTER, Acceptance, Beliefs, Ledger, StepCosts, whole_context
 from slipstream.decision.decide import Mode, Round, RoundInputs, SessionState
 from slipstream.decision.policy import PROBE_AFTER_S, SpeculationPolicy
+from slipstream.following.chains import GUESSED_COSTS
 
 STEP_S = 0.010
 GOOD = Round(4, 4, 4, STEP_S, 0.0, exchange_s=0.002)
@@ -53,12 +54,32 @@ def test_slow_first_steps_with_drafts_do_not_end_speculation_in_an_engine_whose_
         costs.observe(1, 0.010)
     for _ in range(3):
         costs.observe(8, 1.0)
-    assert costs.cost(8) > 0.1
+    assert costs.cost(8) > 0.05
     for _ in range(FORGET_AFTER + 1):  # plain ones, as drafts do not pay
         costs.observe(1, 0.010)
     assert costs.cost(8) == pytest.approx(0.01025, rel=0.01)
     costs.observe(8, 0.012)
     assert costs.cost(8) == pytest.approx(0.012, rel=0.01) and costs.cost(1) == pytest.approx(0.010, rel=0.01)
+
+
+def test_first_steps_near_a_row_count_correct_what_was_believed_of_it() -> None:
+    """It stood on the line through others. As a correction of the guess, it made further rows free for long."""
+    costs = StepCosts(GUESSED_COSTS, guessed=True)
+    for rows in (48, 48, 160, 160, 224, 224):
+        costs.observe(rows, 0.020 + 0.002 * rows)
+    for rows in (48, 96, 160, 240):
+        assert costs.cost(rows) == pytest.approx(0.020 + 0.002 * rows, rel=0.15)
+
+
+def test_one_step_alone_does_not_make_a_row_count_dear() -> None:
+    """It may compile."""
+    costs = StepCosts(GUESSED_COSTS, guessed=True)
+    for rows in (16, 80, 16, 80):
+        costs.observe(rows, 0.020)
+    costs.observe(48, 0.400)
+    assert costs.cost(48) == pytest.approx(0.020)
+    costs.observe(48, 0.022)
+    assert costs.cost(48) == pytest.approx(0.022)
 
 
 def test_behind_a_long_text_fewer_draft_tokens_pay() -> None:

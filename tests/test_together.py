@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from slipstream.base.config import PolicySection
 from slipstream.decision.beliefs import Beliefs, StepCosts
 from slipstream.decision.decide import Decision, Round, RoundInputs
 from slipstream.decision.policy import SpeculationPolicy
+from slipstream.following.chains import GUESSED_COSTS
 
 STEP_S = 0.010  # of any rows
 
@@ -71,3 +74,33 @@ def test_who_needs_no_wait_has_none_and_tries_none() -> None:
     assert beliefs.latency.held_per_waiter == 1.0
     decisions, _ = decided((4, 4, 4, 4), 0.022, forbidden=2)
     assert not any(one.wait_s > 0 for one in decisions), "two who may not be drafted for stand still with them"
+
+
+def time_by_plain(sessions: int, acceptance: float, row_s: float, exchange_s: float = 0.004) -> float:
+    """Of ten seconds in an engine whose costs are a guess and rise with each row, after the first five."""
+    costs, chance = StepCosts(GUESSED_COSTS, guessed=True), random.Random(1)
+    beliefs = Beliefs(costs, lockstep=True)
+    policies = [SpeculationPolicy(PolicySection(max_nodes=4), beliefs) for _ in range(sessions)]
+    now_s, tokens, began_s = 0.0, 0, 0.0
+    while now_s < 15.0:
+        if not began_s and now_s > 5.0:
+            tokens, began_s = 0, now_s
+        inputs = RoundInputs(sessions - 1, followed=True)
+        decisions = SpeculationPolicy.decide_step([(policy, inputs) for policy in policies])
+        drafted = [one.verify if one.wait_s > 0 else 0 for one in decisions]
+        rows, wait_s = sessions + sum(drafted), exchange_s if any(drafted) else 0.0
+        step_s = 0.020 + row_s * rows
+        now_s += wait_s + step_s
+        costs.observe(rows, step_s)
+        for policy, nodes in zip(policies, drafted, strict=True):
+            accepted = next((node for node in range(nodes) if chance.random() > acceptance), nodes)
+            tokens += 1 + accepted
+            policy.observe(now_s, Round(nodes, accepted, nodes, step_s, wait_s if nodes else 0.0, rows,
+                                        exchange_s=exchange_s if nodes else None))
+    return (now_s - began_s) / (tokens * (0.020 / sessions + row_s))
+
+
+@pytest.mark.parametrize(("acceptance", "row_s", "most"), [
+    (0.6, 0.0020, 1.03), (0.7, 0.0020, 1.03), (0.8, 0.0005, 0.96), (0.8, 0.0001, 0.62)])
+def test_a_crowd_drafts_where_rows_are_cheap(acceptance: float, row_s: float, most: float) -> None:
+    assert time_by_plain(48, acceptance, row_s) < most

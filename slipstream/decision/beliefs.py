@@ -216,14 +216,15 @@ class StepCosts:
     (FADE_RATE), row counts that no step has return to the profile's shape, and where long texts verify nothing, what
     reading takes falls, to the READ_DOUBT-th part of what was measured at start.
 
-    A profile may be a guess: then the first steps near a row count say what it costs, the first of all what height the
-    others have, and those beside two that were seen stand on the line through them. After FORGET_AFTER steps elsewhere
-    a row count is a guess again: in many engines the first steps with drafts compile, and are slow. What is never
-    tried stays a guess, so it says of which row counts a step is ``due``.
+    A profile may be a guess: then the first step of all says what height it has, and row counts beside two that were
+    seen stand on the line through them. In many engines the first steps with drafts compile, and are slow: that a row
+    count costs more is believed after MIN_STEPS steps near it, and as little more as the least of them took. After
+    FORGET_AFTER steps elsewhere it is a guess again. What is never tried stays a guess, so it says of which row counts
+    a step is ``due``.
     """
 
-    __slots__ = ("_costs", "_factors", "_last_observed", "_least_read_s", "_num_corrections", "_num_seen", "_observed",
-                 "_profile", "_read_s", "_reading_priced", "_rows", "_steps", "_visited")
+    __slots__ = ("_costs", "_factors", "_first_shown", "_last_observed", "_least_read_s", "_num_corrections",
+                 "_num_seen", "_observed", "_profile", "_read_s", "_reading_priced", "_rows", "_steps", "_visited")
 
     def __init__(self, profile: Mapping[int, float], read_s: float = 0.0, guessed: bool = False) -> None:
         """``profile``: {rows: seconds}, at least one entry, all positive."""
@@ -236,6 +237,7 @@ class StepCosts:
         self._num_corrections = 0  # of a measured profile
         self._num_seen = [0] * len(self._rows) if guessed else None  # steps to which each was nearest
         self._visited: list[int] = []  # that any step was nearest to, in order
+        self._first_shown: dict[int, float] = {}  # factors of points that are not believed yet
         self._last_observed = [0] * len(self._rows)  # the number of the newest step that was nearest to each
         self._observed = 0
         self._costs: list[float] = []
@@ -339,19 +341,25 @@ class StepCosts:
             self._factors[point] += fade + surprise * min(1.0, far + NEAR_RATE * weight)
 
     def _correct_guess(self, rows: int, surprise: float, num_seen: list[int]) -> None:
-        # Of a guess: the first surprise moves the whole profile, those of the first steps near a point that point.
         nearest = self._nearest(rows)
-        far, near = 1.0, 1.0
-        if self._visited:
-            far, near = FAR_RATE, max(FAR_RATE + NEAR_RATE, 1.0 / (1 + num_seen[nearest]))
-        moved, nearest_factor = surprise * far, self._factors[nearest] + surprise * near
-        self._factors = [factor + moved for factor in self._factors]
-        self._factors[nearest] = nearest_factor
-        if not num_seen[nearest]:
-            insort(self._visited, nearest)
-        num_seen[nearest] += 1
         self.skip_step()
         self._last_observed[nearest] = self._observed
+        num_seen[nearest] += 1
+        if not self._visited:
+            self._factors = [factor + surprise for factor in self._factors]
+            self._visited.append(nearest)
+        elif nearest in self._visited:
+            near = surprise * (FAR_RATE + NEAR_RATE) if num_seen[nearest] > MIN_STEPS else min(0.0, surprise)
+            corrected = self._factors[nearest] + near
+            self._factors = [factor + surprise * FAR_RATE for factor in self._factors]
+            self._factors[nearest] = corrected
+        else:  # what surprised was the cost on the line through others, not the guess
+            shown = math.log(self._costs[nearest] / self._profile[nearest]) + surprise
+            self._first_shown[nearest] = least = min(shown, self._first_shown.get(nearest, shown))
+            if surprise <= 0.0 or num_seen[nearest] >= MIN_STEPS:
+                self._factors[nearest] = least
+                insort(self._visited, nearest)
+                del self._first_shown[nearest]
         self._forget(num_seen)
 
     def _forget(self, num_seen: list[int]) -> None:
@@ -362,7 +370,7 @@ class StepCosts:
         self._visited = [point for point in self._visited if point not in old]
         lowest = min([self._factors[point] for point in self._visited])
         for point in old:
-            num_seen[point], self._factors[point] = 0, lowest
+            num_seen[point], self._factors[point] = min(num_seen[point], MIN_STEPS - 1), lowest
 
     def skip_step(self) -> None:
         """A step that says nothing about row counts: it computed prompts."""
@@ -383,13 +391,14 @@ class StepCosts:
     def _update(self) -> None:
         self._steps.clear()
         self._reading_priced = False
-        self._costs = list(accumulate(map(mul, self._profile, map(math.exp, self._factors)), max))
+        costs = list(map(mul, self._profile, map(math.exp, self._factors)))
         if len(self._visited) > 1:
-            self._interpolate_unseen(self._visited)
+            self._interpolate_unseen(self._visited, costs)
+        self._costs = list(accumulate(costs, max))
 
-    def _interpolate_unseen(self, visited: Sequence[int]) -> None:
+    def _interpolate_unseen(self, visited: Sequence[int], costs: list[float]) -> None:
         # What was never measured stands on the line through what was: a guess there would be far too low or high.
-        rows, costs = self._rows, self._costs
+        rows = self._rows
         for low, high in pairwise(visited):
             begin, begin_s = rows[low], costs[low]
             slope = (costs[high] - begin_s) / (rows[high] - begin)

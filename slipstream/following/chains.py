@@ -38,7 +38,9 @@ from slipstream.protocol.tree import DraftTree
 
 # Seconds of a step by its rows, until steps were seen: their growth is a guess, their height does not matter. Plain
 # steps and those with a chain stand at row counts of their own, so that their difference can be learned.
-GUESSED_COSTS = {1: 0.0200, 2: 0.0201, 4: 0.0202, 8: 0.0205, 16: 0.021, 32: 0.022, 64: 0.024, 128: 0.028, 256: 0.040}
+GUESSED_COSTS = {1: 0.0200, 2: 0.0201, 4: 0.0202, 8: 0.0205, 16: 0.0210, 24: 0.0215, 32: 0.0220, 40: 0.0225, 48: 0.0230,
+                 56: 0.0235, 64: 0.024, 80: 0.025, 96: 0.026, 112: 0.027, 128: 0.028, 160: 0.031, 192: 0.034,
+                 224: 0.037, 256: 0.040}
 MAX_DRAIN_S = 0.002  # for what drafts sent while the engine computed, before the commits of this step are sent
 GREEDY = Sampling()
 SWITCH = "slipstream"  # the extra argument of a request that allows or forbids drafts
