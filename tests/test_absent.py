@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from transformers import AutoConfig
 from slipstream.base.errors import ModelError
 from slipstream.drafting.heads.mtp_checkpoint import LAYOUTS
 from slipstream.engine.model import FAMILIES, ModelConfig, parse_config
+from tests.block_folder import deepspec_config, speculators_block_config, zlab_config
+from tests.eagle_folder import eagle_config, speculators_config
 
 KINDS = [kind for kind in FAMILIES if kind != "mimo"]  # which transformers lacks
 REQUIRED = {"model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}
@@ -69,6 +72,14 @@ def test_a_head_of_the_targets_kind_has_its_familys_norm(kind: str) -> None:
 def test_a_model_type_that_is_no_name_is_refused(kind: Any) -> None:
     with pytest.raises(ModelError, match="model_type"):
         ours(SAID | {"model_type": kind})
+
+
+@pytest.mark.parametrize("config", [eagle_config(), speculators_config(), zlab_config(), deepspec_config(),
+                                    speculators_block_config()])
+def test_a_head_in_a_models_place_is_told_so(tmp_path: Path, config: dict[str, Any]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"config\.json: this is a draft head, no model: name it as draft\.model"):
+        ModelConfig.from_folder(tmp_path)
 
 
 def test_a_config_that_is_too_deep_to_read_is_named(tmp_path: Path) -> None:

@@ -12,8 +12,10 @@ import pytest
 
 from slipstream import client as client_module
 from slipstream.base.errors import CapacityError, InvalidRequest, RemoteProtocolError, TooLarge, Unavailable
-from slipstream.client import AsyncClient, Client, Function
+from slipstream.client import AsyncClient, Client, Function, Grammar
 from slipstream.protocol.chat import Delta, PromptToken, TextToken, Usage
+from slipstream.v1.common_pb2 import LOGPROBS_MODE_PROCESSED, LOGPROBS_MODE_TEMPERED
+from slipstream.v1.inference_pb2 import CompleteRequest
 from slipstream.wire import client as wire_client
 from slipstream.wire.channel import INFERENCE_SERVICE, RULES
 from slipstream.wire.inference import encode_delta
@@ -57,6 +59,30 @@ def test_an_option_that_cannot_be_is_refused_by_name(client: Client, name: str, 
     with pytest.raises(InvalidRequest) as caught:
         client.chat("x", **{name.removesuffix("[0]"): value})
     assert caught.value.field == name
+
+
+@pytest.mark.parametrize(("grammar", "told"), [
+    ({"json": {"type": "object"}}, "must be as in Grammar("),
+    (lambda: Grammar("json", "{}"), "known: json_schema, regex, choice, lark, ebnf")])  # type: ignore[arg-type]
+def test_a_grammar_in_another_form_is_told_how_it_is_written(client: Client, grammar: Any, told: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        client.chat("x", grammar=grammar() if callable(grammar) else grammar)
+    assert caught.value.field == "grammar" and told in str(caught.value)
+
+
+async def test_modes_of_log_probabilities_have_the_names_that_they_have_over_http_too() -> None:
+    asked = []
+
+    async def complete(request: bytes, context: Any) -> AsyncIterator[bytes]:
+        asked.append(CompleteRequest.FromString(request).options.logprobs_mode)
+        yield encode_delta(Delta("hi", (TextToken(5, "hi", False, None),), "length", Usage(1, 1), "ab" * 16))
+
+    modes = {LOGPROBS_MODE_TEMPERED: "tempered", LOGPROBS_MODE_PROCESSED: "processed"}
+    async with served(complete) as address, AsyncClient(address) as client:
+        for name in modes.values():
+            for mode in (name, f"{name}_logprobs"):
+                assert [delta async for delta in client.complete("x", logprobs_mode=mode)]
+    assert asked == [mode for mode in modes for _ in range(2)]
 
 
 def test_what_grpc_does_not_send_is_refused_at_once(client: Client) -> None:

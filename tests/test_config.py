@@ -45,7 +45,7 @@ from slipstream.cli.process import listen_addresses, with_local_addresses
     ("router.listen=':8000'", "router.listen: ':8000' names no host: for all interfaces write 0.0.0.0:8000"),
     ("draft.metrics_listen=here:99999",
      "draft.metrics_listen: 'here:99999' is not host:port, such as 127.0.0.1:8000"),
-    ("target.drafts=127.0.0.1:8052", "target.drafts: write a list, as in [127.0.0.1:8051]; [] for none"),
+    ("target.drafts=127.0.0.1:8052", "target.drafts: write a list, as in [127.0.0.1:8052]; [] for none"),
     ("router.listen='::1'", "router.listen: '::1' is not host:port, such as 127.0.0.1:8000"),
     ("target.drafts=['fd00::5']", "target.drafts: 'fd00::5' is not host:port, such as 127.0.0.1:8000"),
     ("router.targets=[one]", "router.targets: 'one' is not host:port, such as 127.0.0.1:8000"),

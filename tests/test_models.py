@@ -156,6 +156,11 @@ def test_resolve_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         prepare("gpt-99", tmp_path / "x")
     with pytest.raises(ModelError, match="give the folder of safetensors"):
         prepare(str(tmp_path / "model.Q4_1.gguf"))
+    (tmp_path / "head").mkdir()
+    (tmp_path / "head" / "model.safetensors").write_bytes(b"weights")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelError, match=r"^head/model\.safetensors: a model is a folder .*: give head$"):
+        resolve("head/model.safetensors")
     (tmp_path / "of_gguf").mkdir()
     (tmp_path / "of_gguf" / "model.Q4_1.gguf").write_bytes(b"GGUF")
     with pytest.raises(ModelError, match=r"of_gguf/model\.Q4_1\.gguf: a GGUF file is no model here"):

@@ -45,7 +45,7 @@ HONOURED: Mapping[str, str] = MappingProxyType({
     "stop": "a text or at most 32, of at most 1,024 characters each; no part of the answer",
     "include_stop_str_in_output": "false; the answer ends with what stopped it", "stop_token_ids": "at most 48",
     "min_tokens": "0; no end before so many", "ignore_eos": "false; no end by itself",
-    "n": "1; at most 128; choice i has the seed `seed` + i",
+    "n": "1; at most 128; choice i of a prompt has the seed `seed` + i",
     "logprobs": "chat: true, and as many as `top_logprobs`; completions: how many; at most 20, 1,048,576 in all",
     "top_logprobs": "chat: true, and as many as `top_logprobs`; completions: how many; at most 20, 1,048,576 in all",
     "stream": "false",
@@ -88,7 +88,7 @@ GRPC_DIFFERENCES: Mapping[str, str] = MappingProxyType({
     **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids"), "always told"),
     "request_id": "answers have no id",
     **dict.fromkeys(("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
-                     "guided_grammar"), "`grammar`"),
+                     "guided_grammar"), "`grammar`, as in `Grammar(\"json_schema\", SCHEMA)`"),
 })
 
 # They do not change the answer: who asks, how to bill, keep, schedule and draft it, and in which pieces it is sent.

@@ -75,7 +75,8 @@ def listening(value: object) -> str:
 def dialled(value: object) -> object:
     """``value`` as a list of addresses to dial, each once: host:port, or a service for discovery. Raises ValueError."""
     if not isinstance(value, list | tuple):
-        raise ValueError("write a list, as in [127.0.0.1:8051]; [] for none")
+        example = value if value and isinstance(value, str) else "127.0.0.1:8051"
+        raise ValueError(f"write a list, as in [{example}]; [] for none")
     for address in value:
         if service_address(str(address)) is None:
             host_port(str(address))

@@ -110,6 +110,8 @@ class ModelConfig:
         path = Path(folder) / "config.json"
         raw = read_json(path)
         text = text_of(raw)
+        if any(raw.get(name) is not None for name in HEAD_FIELDS):
+            raise ModelError(f"{path}: this is a draft head, no model: name it as draft.model, beside draft.drafter")
         Fields(str(path), text).must_be("is_causal", True, None)  # False: an embedding model made of a family's
         config = parse_config(text, str(path), end_tokens(Path(folder)))
         if text is not raw:  # transformers writes tie_word_embeddings' default into text_config, so tensors decide
@@ -329,6 +331,7 @@ def _sliding_window(fields: Fields, model_type: str) -> int:
     return fields.integer("sliding_window", low=64)
 
 
+HEAD_FIELDS = ("draft_vocab_size", "speculators_model_type", "num_target_layers")  # of published heads, and of no model
 Tensors = Mapping[str, torch.Tensor]
 BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")  # computed from the config
 PICKLES = ("*.bin", "*.pt", "*.pth")

@@ -172,6 +172,9 @@ def resolve(name_or_path: str | Path) -> Path:
                          "and safetensors")
     if name.endswith(".gguf"):
         raise ModelError(f"{name}: a GGUF file is no model here; give the folder of safetensors that it was made from")
+    if folder.is_file():
+        raise ModelError(f"{name}: a model is a folder with config.json and safetensors, not one file of it: give "
+                         f"{folder.parent}")
     if HUB_NAME.fullmatch(name):
         raise ModelError(f"no folder '{name}', and nothing is downloaded by itself: run 'hf download {name} "
                          "--local-dir FOLDER' once, and give that folder")

@@ -30,7 +30,7 @@ class Grammar:
     def __post_init__(self) -> None:
         """Raises InvalidRequest."""
         if self.kind not in KINDS:
-            raise InvalidRequest("grammar", "is of an unknown kind")
+            raise InvalidRequest("grammar", f"{self.kind!r} is no kind of grammar; known: {', '.join(KINDS)}")
         if not self.source:
             raise InvalidRequest("grammar", "is empty")
         try:

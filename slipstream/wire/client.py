@@ -34,6 +34,7 @@ from urllib.parse import urlsplit
 
 from slipstream.base.errors import CapacityError, Draining, InvalidRequest, SlipstreamError, TooLarge, Unavailable
 from slipstream.protocol.chat import MAX_BODY_BYTES, ChatOptions, Delta, Function, Message, PartialAnswer, ToolCall
+from slipstream.protocol.grammar import Grammar
 from slipstream.wire.channel import INFERENCE_SERVICE, RULES, open_channel, open_sync_channel
 from slipstream.wire.inference import decode_delta, decode_models, encode_chat, encode_complete
 from slipstream.wire.status import translated_errors
@@ -348,6 +349,10 @@ def _options(options: dict[str, Any]) -> ChatOptions:
         given["function"] = _function_in("tool_choice", given.pop("tool_choice")).get("name")
         if not isinstance(given["function"], str):
             raise InvalidRequest("tool_choice", "must name a function")
+    if isinstance(given.get("logprobs_mode"), str):
+        given["logprobs_mode"] = given["logprobs_mode"].removesuffix("_logprobs")  # as over HTTP
+    if not isinstance(given.get("grammar"), Grammar | None):
+        raise InvalidRequest("grammar", """must be as in Grammar("json_schema", '{"type": "object"}')""")
     if isinstance(given.get("chat_template_kwargs"), Mapping):
         given["chat_template_kwargs"] = _json("chat_template_kwargs", given["chat_template_kwargs"])
     return ChatOptions(**given)
