@@ -335,3 +335,12 @@ def test_layers_that_transformers_cannot_build_are_named(tmp_path: Path) -> None
     (tmp_path / "config.json").write_text('{"model_type": "nothing"}')
     with pytest.raises(ModelError, match=rf"{tmp_path}: transformers cannot build it: "):
         HFLayers(tmp_path, {}, ["model.layers.1"], torch.float32, torch.device("cpu"))
+
+
+def test_layers_that_transformers_cannot_run_are_named(tmp_path: Path) -> None:
+    """As where experts were taken out, and the number of those that a token is sent to stayed."""
+    config = mtp_config("deepseek_v3")
+    folder = write_folder(tmp_path, config | {"num_experts_per_tok": 9}, mtp_tensors(config))
+    head = read_mtp(folder, folder)
+    with pytest.raises(ModelError, match=rf"{tmp_path}: transformers cannot run its layers: "):
+        network(head)

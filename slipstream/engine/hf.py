@@ -18,7 +18,8 @@ It knows nothing about sessions. transformers computes norms in float32, so a fl
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -135,7 +136,7 @@ class HFModel:
     def from_folder(folder: str | Path, dtype: str, device: str) -> HFModel:
         """Load a local folder, once a tiny copy has passed its trial. Raises ModelError."""
         path = Path(folder) / "config.json"
-        try:
+        with _explained(folder, "load it"):
             check_layers(read_json(path), str(path))
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
             _scale_attention(config.get_text_config())
@@ -160,10 +161,6 @@ class HFModel:
                 logger("engine").warning("served as far as positions do not depend on the length of a text",
                                          max_context=served.config.max_context, of=own)
             return served
-        except ModelError:
-            raise
-        except Exception as error:  # what a family's own code raises has no class in common
-            raise ModelError(f"{folder}: transformers cannot load it: {first_line(error)}") from error
 
     @property
     def kernels(self) -> str:
@@ -237,7 +234,8 @@ class HFLayers:
         self._layers = [_with_weights(layer, tensors, prefix, dtype, device)
                         for layer, prefix in zip(model.layers, prefixes, strict=True)]
         self._rotary = nn.Module.to(type(model.rotary_emb)(config=model.config), device)
-        self.config = self._measure(model.config)
+        with _explained(folder, "run its layers"):
+            self.config = self._measure(model.config)
 
     def begin(self, batch: ForwardBatch, pool: KVPool) -> Callable[[int, torch.Tensor], torch.Tensor]:
         """Begin one forward. Returns a function from a layer's number and input [T, H] to its output [T, H]."""
@@ -265,17 +263,24 @@ class HFLayers:
 
 def _without_weights(folder: str | Path, num_layers: int) -> Any:
     """The model of a folder's prediction layers, ``num_layers`` of them, without weights."""
-    config: Any
-    model: Any
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    auto: Any = AutoModel
+    with _explained(folder, "build it"):
+        config: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         config.num_mtp_layers = num_layers
-        auto: Any = AutoModel
         with torch.device("meta"):
             model = auto.from_config(config.get_mtp_config(), trust_remote_code=False)
-    except Exception as error:  # transformers has a class of its own for each field
-        raise ModelError(f"{folder}: transformers cannot build it: {first_line(error)}") from error
     return model.eval().requires_grad_(False)
+
+
+@contextmanager
+def _explained(folder: str | Path, what: str) -> Iterator[None]:
+    """A context for a family's own code: what it raises has no class in common, and becomes a ModelError."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(f"{folder}: transformers cannot {what}: {first_line(error)}") from error
 
 
 def _with_weights(layer: nn.Module, tensors: Tensors, prefix: str, dtype: torch.dtype,
