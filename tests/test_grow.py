@@ -43,6 +43,26 @@ def test_sends_the_best_candidates(topk: int, levels: int, most: int, seed: int)
     assert set(scored_paths(to_message(growth, most))) == set(oracle), f"seed {seed}"
 
 
+@pytest.mark.parametrize("most", range(1, 17))
+@pytest.mark.parametrize("grid", [0.0, 0.5])  # many scores are equal
+def test_what_is_sent_does_not_depend_on_rows_that_are_left_out(grid: float, most: int) -> None:
+    rows = [0, 0]
+    for seed in range(20):
+        messages = []
+        for which, wanted in enumerate((0, most)):
+            growth = GrowingTree(10, 4)
+            growth.wanted = wanted
+            for _ in range(4):
+                rows[which] += len(growth.frontier)
+                children = [children_of(tuple(growth.path(node)), 4, seed) for node in growth.frontier]
+                growth.expand([(tokens, [-grid * round(-score / grid) for score in scores] if grid else scores)
+                               for tokens, scores in children])
+            messages.append(to_message(growth, most))
+        for field in ("ids", "parents", "tokens", "scores"):
+            assert np.array_equal(getattr(messages[0], field), getattr(messages[1], field)), f"seed {seed}"
+    assert rows[1] < rows[0]
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_growing_on_extends_the_same_tree(seed: int) -> None:
     rng = random.Random(seed)

@@ -17,6 +17,7 @@ from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.drafting.neural import NeuralDrafter
 from slipstream.engine.attention import PagedAttention, TorchAttention
 from slipstream.engine.graphs import Capture, CudaCapture, Replay, capture_eager
+from slipstream.engine.native.draft import Grown, Seed
 from slipstream.engine.ops.races import MOST, ROW_PARAMS, DeviceRace
 from slipstream.protocol.messages import Growth
 from slipstream.protocol.requests import Sampling
@@ -51,6 +52,21 @@ class Drawing(DeviceRace):
         return torch.stack((ids[columns[:, :wanted]], shares.contiguous().view(torch.int64)))
 
 
+class NothingAtOnce:
+    """A ``TreeBackend`` that leaves trees to the specification, with all rows as in graphs."""
+
+    max_batch, prunes = 1, False
+
+    def reshape(self, topk: int, levels: int) -> None:
+        pass
+
+    def supports(self, rows: int, levels: int, topk: int, noise: Sampling | None) -> bool:
+        return False
+
+    def grow_trees(self, seeds: Sequence[Seed], topk: int, alone: bool = False) -> Grown:
+        raise AssertionError("it supports nothing")
+
+
 class AtOnce(Both):
     """A drafter that grows at once, and another that does not."""
 
@@ -64,7 +80,7 @@ class AtOnce(Both):
         self.at_once = GraphBackend(networks[0], pages or TorchAttention(head.config, torch.float64), topk,
                                    steps - 1, capture)
         super().__init__([NeuralDrafter("eagle3", networks[0], growth, 20, backend=self.at_once),
-                          NeuralDrafter("eagle3", networks[1], growth, 20)],
+                          NeuralDrafter("eagle3", networks[1], growth, 20, backend=NothingAtOnce())],
                          networks[0].features.width, torch.float64, 1e-9)
 
     def grow(self, sessions: list[int], budgets: Sequence[int] = (), steps: int = 0) -> list[Growth]:

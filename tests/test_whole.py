@@ -48,6 +48,7 @@ class Watched:
     calls: list[int] = field(default_factory=list)  # seeds of each
     alone: list[bool] = field(default_factory=list)  # whether each was told so
     max_batch: int = 8
+    prunes: bool = True
 
     def reshape(self, topk: int, levels: int) -> None:
         pass

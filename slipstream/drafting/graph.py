@@ -98,6 +98,8 @@ class GraphBackend:
         self._shapes = [replace(self._shape, sessions=count) for count in SESSIONS if count <= enough and fits]
         self._supports_sampling = topk <= self._network.most_drawn
 
+    prunes = False  # a graph has as many rows whatever is wanted
+
     @property
     def max_batch(self) -> int:
         """See ``neural.TreeBackend``."""

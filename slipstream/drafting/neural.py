@@ -53,6 +53,11 @@ class TreeBackend(Protocol):
         """The most sessions of one call of ``grow_trees``."""
         ...
 
+    @property
+    def prunes(self) -> bool:
+        """Whether it leaves rows out as ``Seed.wanted`` says. Else all trees of its drafter have all rows."""
+        ...
+
     def reshape(self, topk: int, levels: int) -> None:
         """From now on trees have ``levels`` levels below the root's children, each of ``topk`` rows."""
         ...
@@ -85,10 +90,10 @@ def grow_whole_trees(backend: TreeBackend, slots: Slots, contexts: Sequence[Draf
             seeded, grown = _drop_unknown(seeded, grown)
             counts = adopt_levels([context.tree for context, _ in seeded], grown,
                                   (grown.known_levels - 1).tolist(), topk)
-            for (context, seed), states, count in zip(seeded, grown.states.unbind(), counts, strict=True):
-                _mark_computed(context, seed, states, (count - 1) * topk)
+            for (context, seed), states, picks, count in zip(seeded, grown.states.unbind(), grown.picks, counts,
+                                                             strict=True):
                 levels[context.session] = count
-                unowned[context.session] = seed.slots[len(seed.tokens) + (count - 1) * topk :]
+                unowned[context.session] = _mark_computed(context, seed, states, picks[: count - 1])
         finally:
             for unused in unowned.values():
                 if len(unused):
@@ -131,20 +136,22 @@ def _can_grow_whole(backend: TreeBackend, context: DraftContext, levels: int, to
             and backend.supports(rows, levels - 1, topk, context.noise))
 
 
-def _mark_computed(context: DraftContext, seed: Seed, states: torch.Tensor, count: int) -> None:
-    """Record that a session's pending rows and ``count`` nodes of its tree are computed. states [R, W]: of the root,
-    then of the nodes."""
-    rows, tree = len(seed.tokens), context.tree
-    context.add_computed(seed.slots[:rows])
-    tree.slots = seed.slots[rows : rows + count]
-    for row, node in enumerate((ROOT, *tree.computed)):
+def _mark_computed(context: DraftContext, seed: Seed, states: torch.Tensor, picks: Indices) -> Indices:
+    """Record that a session's pending rows and nodes of its tree are computed: those of ``picks`` [l, K]. states
+    [R, W]: see ``Grown``. Returns the slots that are left."""
+    tree, places = context.tree, np.flatnonzero(picks.ravel() >= 0)
+    pending, own = np.split(seed.slots, [len(seed.tokens)])
+    context.add_computed(pending)
+    tree.slots = own[places]
+    for row, node in zip((0, *(1 + places).tolist()), (ROOT, *tree.computed), strict=True):
         context.states[node] = (states, row)
+    return np.delete(own, places)
 
 
 def adopt_levels(trees: Sequence[GrowingTree], grown: Grown, levels: Sequence[int], topk: int) -> list[int]:
     """Put the ``grown`` levels into ``trees``, as far as the trees choose the same rows. Returns the levels of each
     tree: the root's children, and at most ``levels`` below them."""
-    if len(trees) >= MIN_ARRAY_TREES and all(map(is_fresh, trees)):
+    if len(trees) >= MIN_ARRAY_TREES and all(is_fresh(tree) and not tree.wanted for tree in trees):
         adopted = _adopt_as_arrays(trees, grown, levels, topk)
         if adopted is not None:
             return adopted
@@ -158,9 +165,9 @@ def _adopt_tree(tree: GrowingTree, tokens: list[list[int]], scores: list[list[fl
     tree.width = topk
     tree.expand([(tokens[0], scores[0])])
     for level in range(levels):
-        if level == len(picks) or tree.picks != picks[level]:
+        if level == len(picks) or tree.picks != [pick for pick in picks[level] if pick >= 0]:
             return 1 + level
-        rows = slice(1 + level * topk, 1 + (level + 1) * topk)
+        rows = slice(1 + level * topk, 1 + level * topk + len(tree.picks))
         tree.expand([*zip(tokens[rows], scores[rows], strict=True)])
     return 1 + levels
 
@@ -209,6 +216,7 @@ class NeuralDrafter:
         self._backend: TreeBackend | None = None
         self.reshape(growth)
         self._backend = backend  # made for this shape already, so not reshaped above
+        self._prunes = backend is None or backend.prunes
         self._contexts: dict[int, DraftContext] = {}
 
     def reshape(self, growth: GrowthSection) -> None:
@@ -313,8 +321,9 @@ class NeuralDrafter:
         return ids
 
     def _deepen(self, wanted: Sequence[tuple[DraftContext, int]], steps: int) -> None:
-        if steps:
-            for context, budget in wanted:
+        for context, budget in wanted:
+            context.tree.wanted = budget if self._prunes and not steps and is_fresh(context.tree) else 0
+            if steps:
                 context.tree.grow_ahead(budget // SENT_PER_ROW)
         # A tree of n nodes is at most n levels deep, and the root's children cost no forward of their own.
         max_levels = min(self._growth.num_steps, steps or self._growth.num_steps)

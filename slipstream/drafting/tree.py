@@ -6,6 +6,8 @@ Rules of a growing tree:
    *sent* when the target has it, under an id that is positive and never used twice.
 2. The frontier is the set of nodes that get children next: first the root, then the ``width`` best of the newest level.
    Each gets up to ``width`` children; all of them stay proposed (EAGLE-2, arXiv 2406.16858). width = 1: a chain.
+   Where the next growth sends ``wanted`` nodes of a tree, those that are not among the best ``wanted`` - 1 get none: as
+   scores never rise, no child of theirs would be sent.
 3. Scores are cumulative logs and never rise along a path, so the best n nodes are connected.
 4. Each commit re-roots the tree, as the target re-roots its own. Sent nodes below the committed tokens stay, under the
    same ids; a drafter that grows from the new root proposes some of them again, and they are not sent twice. A tree
@@ -65,11 +67,12 @@ NO_SLOTS: Indices = np.zeros(0, np.int64)
 
 class GrowingTree:
     __slots__ = ("_sent_children", "ahead", "base", "begun", "computed", "depths", "frontier", "ids", "max_frontier",
-                 "next_id", "num_sent", "parents", "picks", "scores", "slots", "tokens", "width")
+                 "next_id", "num_sent", "parents", "picks", "scores", "slots", "tokens", "wanted", "width")
 
     def __init__(self, base: int, width: int = 1, next_id: int = 1) -> None:
         """base: committed tokens; next_id: the first free id, above 1 where a session begins again."""
         self.base, self.width, self.next_id = base, width, next_id
+        self.wanted = 0  # nodes that the next growth sends of a tree of which the target has none; 0: more are of use
         self.ahead = False  # whether it grows while the target verifies
         self.max_frontier = MIN_FRONTIER_AHEAD  # nodes, when it grows ahead
         self.begun = False  # whether the root's children are known
@@ -152,6 +155,9 @@ class GrowingTree:
         self.begun = True
         count = max(0, min(self.width, (MAX_HELD if self.ahead else MAX_NODES) - len(self.computed)))
         self.picks = sorted(sorted(range(len(level)), key=totals.__getitem__, reverse=True)[:count])
+        if self.wanted:
+            parents = set(nlargest(self.wanted - 1, range(len(self.scores)), key=self.scores.__getitem__))
+            self.picks = [pick for pick in self.picks if level[pick] in parents]
         self.frontier = [level[pick] for pick in self.picks]
 
     def propose(self, parent: int, token: int, score: float) -> int:
@@ -392,7 +398,8 @@ class DraftContext:
         tokens = self.tokens[row:]
         states = self.take_inputs(len(tokens))
         assert states is not None
-        return Seed(tokens, states, row - self.origin, self.slots, slots, levels, len(self.tokens), self.noise)
+        return Seed(tokens, states, row - self.origin, self.slots, slots, levels, len(self.tokens), self.noise,
+                    self.tree.wanted)
 
     def restore_inputs(self, seed: Seed) -> None:
         """Put the seed's states back: its rows are pending again."""

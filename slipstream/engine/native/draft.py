@@ -57,16 +57,17 @@ class Seed:
     levels: int  # of the tree below the root's children
     base: int  # position of the root's children in the text, where the prompt's first token is 0
     noise: Sampling | None  # rank children under this sampling's noise (it adjusts no logits); None: greedily
+    wanted: int = 0  # nodes that are sent of the tree: rows that cannot have children among them are left out; 0: all
 
 
 @dataclass(frozen=True, slots=True)
 class Grown:
     """The trees of B seeds. Row 0 is the root, the next K rows are its chosen children, and so on, level by level:
-    R = 1 + L * K. Rows beyond a seed's own levels are undefined."""
+    R = 1 + L * K. Rows without a pick and rows beyond a seed's own levels are undefined."""
 
     tokens: Indices  # [B, R, K] children of each row, best first
     scores: NDArray[np.float64]  # [B, R, K] their log scores, as ``sampling.rank`` gives them
-    picks: Indices  # [B, L, K] which candidates of the level above became a level's rows
+    picks: Indices  # [B, L, K] which candidates of the level above became a level's rows; -1 behind the last one
     states: torch.Tensor  # [B, R, W]
     known_levels: Indices  # [B] levels that are certain, counted from the root's children; deeper ones are undefined
 
@@ -120,7 +121,7 @@ class Call:
         self._children = np.zeros((sessions, 1 + levels * topk, topk), CHILD)
         self._picks = np.zeros((sessions, levels, topk), np.int64)
         self._known = np.zeros(sessions, np.int64)
-        self._seeds = (ctypes.c_int64 * (7 * sessions))()
+        self._seeds = (ctypes.c_int64 * (8 * sessions))()
         trees.children, trees.picks, trees.known_levels = (
             made.__array_interface__["data"][0] for made in (self._children, self._picks, self._known))
         trees.seeds = ctypes.addressof(self._seeds)
@@ -132,7 +133,7 @@ class Call:
         sampled = list[bytes]()
         for seed in seeds:
             records += (len(seed.tokens), begin, len(seed.context), seed.position, seed.levels, seed.base,
-                        -1 if seed.noise is None else len(sampled))
+                        -1 if seed.noise is None else len(sampled), seed.wanted)
             if seed.noise is not None:
                 sampled.append(unadjusted_record(seed.noise))
             tokens += seed.tokens
@@ -156,6 +157,7 @@ class NativeDraft:
     """One head's weights, and its lists of operations. It grows whole trees."""
 
     max_batch = 8  # of one call
+    prunes = True
     __slots__ = ("_alone", "_body", "_buffers", "_calls", "_config", "_embedding", "_head", "_layers",
                  "_norm_before_residual", "_norm_output", "_norms", "_pool", "_ranking", "_states", "_table", "_team",
                  "_vocabulary", "race")

@@ -8,6 +8,7 @@
 //    of the next one. Scores are summed in float64, as the host does when it chooses again.
 // 2. Sessions are sorted by their number of levels, most first, so the sessions that have a level are the first
 //    ones.
+//    With `wanted` nodes only those of the best `wanted` - 1 nodes are: no child of others would be sent.
 // 3. Sampled sessions are ranked under their noise (`races.h`). If the ranking of a row is not certain, only the
 //    levels down to this row count as known (`Trees::known_levels`); deeper ones are to be ignored.
 // 4. The KV entries of a session are: its computed ones, its pending rows', then its tree's, level by level.
@@ -29,6 +30,7 @@ struct Seed {                       // one session, as `draft.Call` packs it
     int64_t levels;                 // beyond the root's children, at most `most_levels`
     int64_t base;                   // position of the root's children in the text, from which their noise is made
     int64_t sampled;                // which `ChoiceRows`; -1: greedy
+    int64_t wanted;                 // nodes that are sent of the tree; 0: all may have children
 };
 
 struct Trees {  // `draft.Trees` is the same
@@ -51,7 +53,7 @@ struct Trees {  // `draft.Trees` is the same
     bf16* kv;
     int64_t layer_stride;
     Child* children;        // [B, 1 + L * K, K] of the root, and of each row
-    int64_t* picks;         // [B, L, K] which of a level's candidates are the next level's rows
+    int64_t* picks;         // [B, L, K] which of a level's candidates are the next level's rows; -1 behind the last
     int64_t* known_levels;  // [B] levels of the tree that are certain; the root's children are the first
     bf16* row_states;       // [B, 1 + L * K, W] states of the root and of each row
 };
@@ -96,30 +98,42 @@ Rows pending_rows(const Trees& trees) {
     return rows;
 }
 
-// Adds a session's next level, below `width` rows whose results begin at `first` in the buffers.
-void add_level(const Trees& trees, int64_t b, int64_t level, int64_t width, int64_t first, const Node* above, Rows& rows,
-             std::vector<Node>& nodes) {
+// A session's tree so far.
+struct Tree {
+    int64_t width = 1;           // rows of its newest level; 0: it is finished
+    std::vector<double> totals;  // of all nodes, level by level
+};
+
+// Adds a session's next level, below rows whose results begin at `first` in the buffers.
+void add_level(const Trees& trees, int64_t b, int64_t level, int64_t first, const Node* above, Tree& tree, Rows& rows,
+               std::vector<Node>& nodes) {
     const Seed& seed = trees.seeds[b];
-    int64_t k = trees.topk, candidates = width * k, context = seed.computed + seed.rows, tree = seed.begin + context;
-    std::vector<double> totals(candidates);
+    int64_t k = trees.topk, candidates = tree.width * k, context = seed.computed + seed.rows, entries = seed.begin + context;
+    int64_t before = tree.totals.size();
     for (int64_t i = 0; i < candidates; i++) {
         double total = above[i / k].total + trees.best[first * k + i].score;
-        totals[i] = total == total ? total : -INFINITY;  // NaN has no order
+        tree.totals.push_back(total == total ? total : -INFINITY);  // NaN has no order
     }
+    const double* totals = tree.totals.data();
+    auto precedes = [&](int64_t a, int64_t c) { return totals[a] > totals[c] || (totals[a] == totals[c] && a < c); };
     std::vector<int64_t> order(candidates);
-    for (int64_t i = 0; i < candidates; i++) order[i] = i;
-    auto before = [&](int64_t a, int64_t c) { return totals[a] > totals[c] || (totals[a] == totals[c] && a < c); };
-    std::partial_sort(order.begin(), order.begin() + k, order.end(), before);
+    for (int64_t i = 0; i < candidates; i++) order[i] = before + i;
+    std::partial_sort(order.begin(), order.begin() + k, order.end(), precedes);
     std::sort(order.begin(), order.begin() + k);
     int64_t* picks = trees.picks + (b * trees.most_levels + level) * k;
+    tree.width = 0;
     for (int64_t i = 0; i < k; i++) {
-        int64_t pick = picks[i] = order[i], parent = pick / k, own = level * k + i;
-        Node node = {above[parent].word | uint64_t(1) << own, totals[pick]};
+        int64_t rank = 1;
+        for (int64_t other = 0; seed.wanted && other < before + candidates; other++) rank += precedes(other, order[i]);
+        if (seed.wanted && rank >= seed.wanted) continue;
+        int64_t pick = picks[tree.width] = order[i] - before, parent = pick / k, own = level * k + tree.width++;
+        Node node = {above[parent].word | uint64_t(1) << own, totals[order[i]]};
         rows.add(trees.best[first * k + pick].token, seed.position + seed.rows + level,
-                 trees.states + (first + parent) * trees.width, trees.kv_slots[tree + own]);
-        rows.add_visibility(seed.begin, context, node.word, tree);
+                 trees.states + (first + parent) * trees.width, trees.kv_slots[entries + own]);
+        rows.add_visibility(seed.begin, context, node.word, entries);
         nodes.push_back(node);
     }
+    std::fill(picks + tree.width, picks + k, -1);
 }
 
 // Copies the results of `width` rows of a session, from `first` on in the buffers, to the arrays of the host.
@@ -129,21 +143,22 @@ void copy_results(const Trees& trees, int64_t b, int64_t place, int64_t width, i
     std::copy_n(trees.states + first * trees.width, width * trees.width, trees.row_states + to * trees.width);
 }
 
-// Ranks the head's logits for `width` rows of each of the first `count` sessions, `depth` levels below their roots.
+// Ranks the head's logits for the newest rows of all sessions, `depth` levels below their roots.
 template <typename Run>
-void rank_children(const Trees& trees, int64_t count, int64_t width, int64_t depth, const Frame& frame, Run run) {
+void rank_children(const Trees& trees, const std::vector<Tree>& grown, int64_t depth, const Frame& frame, Run run) {
     std::vector<ChoiceRows> sampled;
     std::vector<int64_t> session_of, positions, owners;
-    for (int64_t b = 0; b < count; b++) {
+    int64_t first = 0;
+    for (int64_t b = 0; b < trees.sessions; first += grown[b++].width) {
         const Seed& seed = trees.seeds[b];
-        if (seed.sampled < 0) continue;
+        if (seed.sampled < 0 || !grown[b].width) continue;
         sampled.push_back(trees.sampled[seed.sampled]), owners.push_back(b);
-        sampled.back().first = int64_t(session_of.size()), sampled.back().row = b * width;
-        session_of.insert(session_of.end(), width, int64_t(sampled.size()) - 1);
-        positions.insert(positions.end(), width, seed.base + depth);
+        sampled.back().first = int64_t(session_of.size()), sampled.back().row = first;
+        session_of.insert(session_of.end(), grown[b].width, int64_t(sampled.size()) - 1);
+        positions.insert(positions.end(), grown[b].width, seed.base + depth);
     }
     int64_t rows = int64_t(session_of.size()), k = trees.topk, most = k + trees.runners_up;
-    run(trees.head, rows < count * width ? 2 : 1, frame);
+    run(trees.head, rows < first ? 2 : 1, frame);
     if (!rows) return;
     std::vector<int64_t> none(rows), tokens(rows * most), sure(rows);
     std::vector<double> scores(rows * most);
@@ -174,20 +189,30 @@ void grow(const Trees& trees, Run run) {
     }
     Frame roots = {};
     roots.rows = trees.sessions;
-    rank_children(trees, trees.sessions, 1, 0, roots, run);
+    std::vector<Tree> grown(trees.sessions);
+    rank_children(trees, grown, 0, roots, run);
     for (int64_t b = 0; b < trees.sessions; b++) copy_results(trees, b, 0, 1, b);
     std::vector<Node> nodes(trees.sessions), next;
-    for (int64_t level = 0, width = 1; level < trees.most_levels; level++, width = trees.topk, nodes = next) {
+    for (int64_t level = 0; level < trees.most_levels; level++, nodes.swap(next)) {
         Rows rows{trees};
         next.clear();
-        int64_t count = 0;
-        for (; count < trees.sessions && trees.seeds[count].levels > level; count++)
-            add_level(trees, count, level, width, count * width, &nodes[count * width], rows, next);
-        if (!count) return;
+        int64_t first = 0;
+        for (int64_t b = 0; b < trees.sessions; b++) {
+            int64_t above = grown[b].width;
+            if (level < trees.seeds[b].levels && above)
+                add_level(trees, b, level, first, &nodes[first], grown[b], rows, next);
+            else
+                grown[b].width = 0;
+            if (!grown[b].width) trees.known_levels[b] = std::min(trees.known_levels[b], 1 + level);
+            first += above;
+        }
+        if (next.empty()) return;
         Frame frame = rows.frame();
         run(trees.body, trees.body_count, frame);
-        rank_children(trees, count, trees.topk, 1 + level, frame, run);
-        for (int64_t b = 0; b < count; b++) copy_results(trees, b, 1 + level * trees.topk, trees.topk, b * trees.topk);
+        rank_children(trees, grown, 1 + level, frame, run);
+        first = 0;
+        for (int64_t b = 0; b < trees.sessions; first += grown[b++].width)
+            copy_results(trees, b, 1 + level * trees.topk, grown[b].width, first);
     }
 }
 
