@@ -36,6 +36,8 @@ from slipstream.engine.native.program import fits
 from slipstream.engine.ops.layer import Linear, PartsNorm
 from slipstream.protocol.messages import Features, FeatureSpec, Projection
 
+LARGEST_HALF = torch.finfo(torch.float16).max
+
 
 class Fusion:
     """x [M, F] -> x W^T [M, H]. With a norm, the norm is applied to x first."""
@@ -48,12 +50,12 @@ class Fusion:
         self._product, self._dtype, self._norm = linear(weight), weight.dtype, norm
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        rows = rows.to(self._dtype)
+        rows = _cast(rows, self._dtype)
         if self._norm is not None:
             if self._norm.weight.device != rows.device:  # once: each copy would wait for all that the device has to do
                 self._norm = replace(self._norm, weight=self._norm.weight.to(rows.device))
             rows = self._norm(rows)
-        return self._product(rows)
+        return _cast(self._product(rows), self._dtype)
 
 
 class FeatureWriter:
@@ -77,9 +79,17 @@ class FeatureWriter:
         spec's dtype, row-major and little-endian."""
         if self._fusion is not None:
             rows = self._fusion(rows)
-        cast = rows.to(device="cpu", dtype=self._dtype).contiguous()
+        cast = _cast(rows, self._dtype).cpu().contiguous()
         # numpy has no bfloat16, so the bytes are copied by their address.
         return ctypes.string_at(cast.data_ptr(), cast.nbytes)
+
+
+def _cast(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Rows in another dtype. What float16 cannot hold becomes its largest number: a head that has read one infinite
+    state gives NaN for all tokens behind it, so it would never draft again."""
+    if dtype is torch.float16:
+        rows = rows.clamp(-LARGEST_HALF, LARGEST_HALF)
+    return rows.to(dtype)
 
 
 @dataclass(frozen=True, slots=True)
