@@ -51,6 +51,14 @@ def test_states_are_normed_one_by_one_before_a_projection() -> None:
     assert torch.allclose(found, torch.from_numpy(WEIGHTS) @ (torch.cat(wanted) * torch.from_numpy(NORMS)))
 
 
+@pytest.mark.parametrize("spec", [
+    FeatureSpec(LAYERS, 6, "float16"),
+    FeatureSpec(LAYERS, 2, "float16", Projection(2, 6, "float16", b"h" * 32, WEIGHTS.astype("<f2").tobytes()))])
+def test_a_state_that_float16_cannot_hold_is_its_largest_number(spec: FeatureSpec) -> None:
+    found = RowEncoder(spec, torch.device("cpu"))(torch.tensor([[1e6, 0.0, -1.0, 2.0, 0.0, 1.0]]))
+    assert found[0, 0] == torch.finfo(torch.float16).max and bool(found.isfinite().all())
+
+
 def state(tokens: Sequence[int], layer: int) -> list[float]:
     """Of the last of ``tokens``: it depends on all of them."""
     return [float(layer), float(sum((at + 1) * token for at, token in enumerate(tokens)) % 9973)]

@@ -253,13 +253,21 @@ class RowEncoder:
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         """[M, taps * H] -> [M, width] in the dtype of the wire."""
         if self._weight is not None:
-            states = states.to(self._weight.dtype)
+            states = _cast(states, self._weight.dtype)
             if self._norm_width:
                 count = states.shape[1] // self._norm_width
                 parts = zip(states.chunk(count, 1), self._norms[0].chunk(count), strict=True)
                 states = torch.cat([F.rms_norm(part, norm.shape, norm, self._norm_eps) for part, norm in parts], 1)
             states = F.linear(states, self._weight)
-        return states.to(self._dtype)
+        return _cast(states, self._dtype)
+
+
+def _cast(states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """In another dtype; what float16 cannot hold becomes its largest number (see ``slipstream.engine.runner``)."""
+    if dtype is torch.float16:
+        most = torch.finfo(dtype).max
+        states = states.clamp(-most, most)
+    return states.to(dtype)
 
 
 class HostCopy:
