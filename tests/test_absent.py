@@ -78,7 +78,7 @@ def test_a_model_type_that_is_no_name_is_refused(kind: Any) -> None:
                                     speculators_block_config()])
 def test_a_head_in_a_models_place_is_told_so(tmp_path: Path, config: dict[str, Any]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match=r"config\.json: this is a draft head, no model: name it as draft\.model"):
+    with pytest.raises(ModelError, match=r"config\.json: this is a draft head, no model: draft\.model takes it"):
         ModelConfig.from_folder(tmp_path)
 
 

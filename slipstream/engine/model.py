@@ -111,7 +111,8 @@ class ModelConfig:
         raw = read_json(path)
         text = text_of(raw)
         if any(raw.get(name) is not None for name in HEAD_FIELDS):
-            raise ModelError(f"{path}: this is a draft head, no model: name it as draft.model, beside draft.drafter")
+            raise ModelError(f"{path}: this is a draft head, no model: draft.model takes it, with the draft.drafter of "
+                             "its kind")
         Fields(str(path), text).must_be("is_causal", True, None)  # False: an embedding model made of a family's
         config = parse_config(text, str(path), end_tokens(Path(folder)))
         if text is not raw:  # transformers writes tie_word_embeddings' default into text_config, so tensors decide
