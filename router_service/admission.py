@@ -45,7 +45,7 @@ from slipstream.base.config import PolicySection
 from slipstream.base.errors import CapacityError, Draining, QuotaExceeded
 from slipstream.decision.beliefs import SHARE, Beliefs, StepCosts
 from slipstream.decision.decide import Mode, Round, RoundInputs, Transition
-from slipstream.decision.policy import SpeculationPolicy
+from slipstream.decision.policy import PROBE_AFTER_S, SpeculationPolicy
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import RouterMetrics
 from slipstream.protocol.requests import Answer, Piece
@@ -356,7 +356,8 @@ class PoolFallback:
         self._beliefs = Beliefs(StepCosts({1: 1.0}))
         self._costs_known = False
         self._max_rows = 1 + config.max_nodes
-        self._policy = SpeculationPolicy(config, self._beliefs, clock())
+        # To leave it costs as much, until a probe begins.
+        self._policy = SpeculationPolicy(config, self._beliefs, clock(), max_silent_s=PROBE_AFTER_S)
         self._decision = self._policy.decide(POOL)
         self._metrics = metrics
         self._clock = clock
@@ -391,6 +392,7 @@ class PoolFallback:
 
     def _judge_all(self) -> None:
         unjudged, self._unjudged, now_s = self._unjudged, [], self._clock()
+        self._policy.num_answers = max(1, sum(answer.speculates and answer.drafted for answer in self._followed))
         for answer, piece in unjudged:
             self._judge(answer, piece, now_s)
 
@@ -401,7 +403,8 @@ class PoolFallback:
         # A target that does not say, or a text that was looked up, tells nothing of drafts; nor does an answer that its
         # own target drafts no more for: taken for silence, many of them made one late draft the end of the pool.
         undrafted = piece.state != "speculate" and not piece.drafted and not piece.wait_s and not self._policy.probing
-        if not answer.speculates or not piece.plain_s or undrafted:
+        answer.drafted = bool(piece.plain_s) and not undrafted
+        if not answer.speculates or not answer.drafted:
             beliefs.budget.earn(piece.verify_s, len(self._followed))
             return
         # A chain is the shallowest tree of so many nodes that can have had what was accepted.
@@ -466,7 +469,7 @@ class PoolFallback:
 class FollowedAnswer:
     """An answer whose pieces the fallback sees first."""
 
-    __slots__ = ("_answer", "_began", "_fallback", "_pieces", "may_speculate", "speculates")
+    __slots__ = ("_answer", "_began", "_fallback", "_pieces", "drafted", "may_speculate", "speculates")
 
     def __init__(self, fallback: PoolFallback, answer: Answer, may_speculate: bool) -> None:
         self.may_speculate = self.speculates = may_speculate
@@ -474,6 +477,7 @@ class FollowedAnswer:
         self._answer = answer
         self._pieces = aiter(answer)
         self._began = False  # its first piece has come
+        self.drafted = True  # its target drafts for it, as its newest piece says
 
     def __aiter__(self) -> AsyncIterator[Piece]:
         return self

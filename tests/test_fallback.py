@@ -30,6 +30,7 @@ class Pool:
     looks_up: bool = False  # all texts copy: no target asks for drafts
     stumbles: bool = False  # the next answer that drafts waits in vain, once
     hangs: bool = False  # the drafts are connected and never answer: a first wait of each answer is in vain
+    patience_s: float = 0.25  # of that wait
 
     def clock(self) -> float:
         return self.now_s
@@ -57,7 +58,7 @@ class PoolAnswer:
             pool.stumbles = False
             return Piece((1,), verify_s=PLAIN_S, wait_s=0.005, plain_s=PLAIN_S, late=True)
         if pool.hangs:
-            wait_s, self.waited = (0.0 if self.waited else 0.25), True
+            wait_s, self.waited = (0.0 if self.waited else pool.patience_s), True
             return Piece((1,), 0, 0, verify_s=PLAIN_S, wait_s=wait_s, plain_s=PLAIN_S, late=wait_s > 0.0)
         if pool.looks_up:
             return Piece((1,) * 4, 3, 4, verify_s=PLAIN_S, state="lookup")
@@ -330,3 +331,21 @@ async def test_answers_that_their_targets_draft_no_more_for_are_not_a_pool_s_sil
         world.pool.stumbles = True
         await world.run(1.0)
         assert world.fallback.mode is Mode.SPECULATE and world.inner[0].speculate
+
+
+@pytest.mark.parametrize("seconds", [0.03, 0.3])
+async def test_a_pool_that_stands_still_for_a_moment_is_not_left(seconds: float) -> None:
+    """Many answers are late at once. Eight late ones were a silent pool, and all were plain for a second and more."""
+    world = await prepared(16)
+    world.pool.patience_s = 0.03
+    for _ in range(10):
+        world.pool.hangs = True
+        await world.run(seconds)
+        world.pool.hangs = False
+        for inner in world.inner:
+            inner.waited = False
+        await world.run(1.0)
+        assert world.fallback.mode is Mode.SPECULATE and all(inner.speculate for inner in world.inner[:16])
+    world.pool.hangs = True
+    await world.run(2.0)
+    assert world.fallback.mode is not Mode.SPECULATE

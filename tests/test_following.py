@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
+from random import Random
 
 import numpy as np
 import pytest
@@ -631,13 +632,37 @@ def test_a_drafter_that_never_says_a_word_is_waited_for_by_nobody_and_given_up()
     beside = Reading()
     one = beside.opened()
     assert not any(beside.step(one) for _ in range(490)) and one.policy.mode is Mode.SPECULATE
-    assert not any(beside.step(one) for _ in range(30)) and one.policy.mode is Mode.SHADOW
+    assert not any(beside.step(one) for _ in range(150)) and one.policy.mode is Mode.SHADOW
+
+
+def test_a_drafter_that_stands_still_for_a_moment_is_kept_and_for_longer_is_left_for_another() -> None:
+    """How long it took before said that it was quick, and answers stayed with a drafter that hung."""
+    beside, other = Reading(), Heard("other")
+    one = beside.opened()
+    for _ in range(300):
+        beside.says(one, [7])
+        beside.step(one)
+    beside.target.link_up(other, READER)
+    beside.target.inbox.drain()
+    beside.target.pool.observe_latency(other, 0.008, beside.world.now_s)
+    one.skip_step(beside.world.now_s)
+    beside.world.now_s = one.wait.deadline_s
+    for _ in range(110):
+        beside.step(one)
+    assert one.link is beside.link and one.policy.mode is Mode.SPECULATE, "0.22 s, as where a packet was lost"
+    for _ in range(30):
+        beside.step(one)
+    assert one.link is None and one.policy.mode is Mode.SHADOW
+    for _ in range(200):
+        beside.step(one)
+    assert one.link is other, "as soon as it tries again"
 
 
 def test_answers_go_to_another_drafter_than_the_one_that_never_said_a_word() -> None:
     beside, other = Reading(), Heard("other")
     beside.target.link_up(other, READER)
     beside.target.inbox.drain()
+    beside.target.pool._random = Random(1)
     links = list[bool]()
     for _ in range(40):
         one = beside.opened()

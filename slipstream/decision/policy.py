@@ -17,10 +17,12 @@ Rules:
 3. Waits between probes double, up to ``PROBE_MAX_S``. They begin short again only after speculation that won more than
    leaving can lose; so a session near the threshold probes ever more rarely.
 4. A probe passes if the drafter answered but proposed nothing: an empty proposal costs only its wait.
-5. After one wait without an answer, no step waits for the drafter until it answers again.
+5. After one wait without an answer, no step waits for the drafter until it answers again. So silence costs little, and
+   a drafter that stands still for a moment is not left.
 
 A target has one for each session. A router has one for each model and draft pool, and feeds it the pieces of all its
-answers, each as one round with its own ``plain_s``. It knows no clock, no session, no drafter, and keeps no logs.
+answers, each as one round with its own ``plain_s``. A late step is late for all of them, so what they lose is shared by
+``num_answers``. It knows no clock, no session, no drafter, and keeps no logs.
 """
 
 from __future__ import annotations
@@ -54,6 +56,7 @@ from slipstream.decision.decide import (
 
 PATIENCE = 12  # plain steps' worth of time that may be lost before speculation is given up
 SILENT_ROUNDS = 8  # in a row without growth, the first of them waited, before a drafter counts as silent
+SILENT_S = 0.25  # that these rounds take: where a packet was lost, the next one comes after 0.2 s
 FAILED_PROBES = 3  # before the drafter is not even kept informed
 MIN_DWELL_S = 0.5  # a mode lasts so long
 PROBE_ROUNDS = 8  # drafted rounds of one probe: fewer say nothing about acceptance
@@ -97,8 +100,9 @@ class SpeculationPolicy:
     """See the module. Times are seconds of any monotone clock, never decreasing from call to call."""
 
     def __init__(self, config: PolicySection, beliefs: Beliefs, now_s: float = 0.0, sampled: bool = False,
-                 rules: Rules | None = None) -> None:
-        """``beliefs`` are shared by the sessions of a target; ``sampled``: the text is drawn, not the likeliest."""
+                 rules: Rules | None = None, max_silent_s: float = SILENT_S) -> None:
+        """``beliefs`` are shared by the sessions of a target; ``sampled``: the text is drawn, not the likeliest;
+        ``max_silent_s``: of rounds without an answer, before the drafter is left."""
         self._can_draft = config.max_nodes > 0
         self._beliefs = beliefs
         self._rules = rules = rules or Rules.of(config)
@@ -117,6 +121,9 @@ class SpeculationPolicy:
         self._risk_s = 0.0  # the running sum of rule 1
         self._probe: Probe | None = None
         self._asking = False  # for drafts
+        self.num_answers = 1  # whose rounds it is told of
+        self.silent_s = 0.0  # of the newest rounds, in which the drafter did not answer
+        self._max_silent_s, self._last_round_s = max_silent_s, now_s
 
     @property
     def mode(self) -> Mode:
@@ -209,6 +216,8 @@ class SpeculationPolicy:
         state, decision, self._decision = self._state, self._decision, None
         earned_s, spent_s = self._account(round_)
         answered = not round_.lookup and self._count_answers(round_, decision)
+        silent_s = min(now_s - self._last_round_s, round_.verify_s + round_.wait_s)  # many answers share a step
+        self.silent_s, self._last_round_s = self.silent_s + silent_s if state.num_silent else 0.0, now_s
         if round_.lookup or not state.wants_drafts:
             if state.mode is not SPECULATE:
                 self.tick(now_s)
@@ -320,20 +329,20 @@ class SpeculationPolicy:
         self.tick(now_s)
 
     def _consider_leaving(self, now_s: float) -> Transition | None:
-        state = self._state
-        if state.num_idle >= PATIENCE:
+        state, answers = self._state, self.num_answers
+        if state.num_idle >= PATIENCE * answers:
             full = overloaded(self._prices(), self._beliefs, state, self._rules)
             return (self._leave(now_s, PLAIN, "overload") if full
                     else self._leave(now_s, Mode.SHADOW, "acceptance_low"))
-        if state.num_silent >= SILENT_ROUNDS:
+        if state.num_silent >= SILENT_ROUNDS and self.silent_s >= self._max_silent_s:
             return self._leave(now_s, Mode.SHADOW, "draft_timeout")
-        if self._risk_s > PATIENCE * self._plain_s:
+        if self._risk_s > PATIENCE * answers * self._plain_s:
             late = state.num_silent > 1 or too_slow(self._plain_s, self._beliefs, state, self._rules)
             return self._leave(now_s, Mode.SHADOW, "draft_timeout" if late else "acceptance_low")
         return None
 
     def _leave(self, now_s: float, after: Mode, reason: Reason) -> Transition | None:
-        won = self._won_s > PATIENCE * self._plain_s
+        won = self._won_s > PATIENCE * self.num_answers * self._plain_s
         if self._state.mode is SPECULATE and won and reason != "incompatible":
             self._backoff_s = PROBE_AFTER_S
         self._postpone(now_s)

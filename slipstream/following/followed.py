@@ -373,6 +373,8 @@ class Followed:
         if (change := self.policy.observe(now_s, round_)) is not None:
             self._report_mode_change(change, link)
         gave_up = change is not None and change.reason == "draft_timeout"
+        if link is not None and gave_up and self.policy.silent_s:  # it takes no less, and no answer tells so
+            self._context.pool.observe_latency(link, self.policy.silent_s, now_s)
         if link is not None and (gave_up or waited_s or decision.mode is not SPECULATE):
             self._leave_slow_drafter(link, gave_up, now_s)
         outcome = "used" if drafted and not looked_up else self._outcome(drafted, reading, now_s)
