@@ -120,9 +120,10 @@ def _allocate_seeds(slots: Slots, contexts: Sequence[DraftContext], wanted: Mapp
 def _drop_unknown(seeded: list[tuple[DraftContext, Seed]],
                   grown: Grown) -> tuple[list[tuple[DraftContext, Seed]], Grown]:
     """Keep the trees with at least one known level. The others' rows become pending again."""
-    if grown.known_levels.all():
+    known: list[int] = grown.known_levels.tolist()
+    if all(known):
         return seeded, grown
-    for (context, seed), num_known in zip(seeded, grown.known_levels.tolist(), strict=True):
+    for (context, seed), num_known in zip(seeded, known, strict=True):
         if not num_known:
             context.restore_inputs(seed)
     usable: list[int] = grown.known_levels.nonzero()[0].tolist()
@@ -139,13 +140,13 @@ def _can_grow_whole(backend: TreeBackend, context: DraftContext, levels: int, to
 def _mark_computed(context: DraftContext, seed: Seed, states: torch.Tensor, picks: Indices) -> Indices:
     """Record that a session's pending rows and nodes of its tree are computed: those of ``picks`` [l, K]. states
     [R, W]: see ``Grown``. Returns the slots that are left."""
-    tree, places = context.tree, np.flatnonzero(picks.ravel() >= 0)
-    pending, own = np.split(seed.slots, [len(seed.tokens)])
-    context.add_computed(pending)
-    tree.slots = own[places]
-    for row, node in zip((0, *(1 + places).tolist()), (ROOT, *tree.computed), strict=True):
-        context.states[node] = (states, row)
-    return np.delete(own, places)
+    rows, tree = len(seed.tokens), context.tree
+    places = [rows + place for place, pick in enumerate(picks.ravel().tolist()) if pick >= 0]
+    context.add_computed(seed.slots[:rows])
+    tree.slots = seed.slots[places]
+    for place, node in zip((rows - 1, *places), (ROOT, *tree.computed), strict=True):
+        context.states[node] = (states, 1 + place - rows)
+    return seed.slots[sorted({*range(rows, len(seed.slots))}.difference(places))]
 
 
 def adopt_levels(trees: Sequence[GrowingTree], grown: Grown, levels: Sequence[int], topk: int) -> list[int]:
