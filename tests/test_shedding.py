@@ -277,7 +277,7 @@ def test_a_draft_whose_device_is_full_says_so_and_keeps_no_slots(tiny_draft_fold
 class NoLevels:
     """Grows no tree: there is no memory for any."""
 
-    max_batch = 8
+    max_batch, prunes = 8, True
 
     def reshape(self, topk: int, levels: int) -> None:
         pass
