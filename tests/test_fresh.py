@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from slipstream.drafting.fresh import FreshTrees, is_fresh
+from slipstream.drafting.fresh import FreshTrees
 from slipstream.drafting.tree import GrowingTree
 
 
@@ -36,7 +36,7 @@ def test_arrays_grow_what_lists_grow(width: int, levels: int, equals: bool) -> N
         nodes = fresh.picks.shape[1]
     wanted = [1 + int(dice.integers(levels)) for _ in range(count)]
     trees = [GrowingTree(10 + place, width, 1 + 7 * place) for place in range(count)]
-    assert all(map(is_fresh, trees))
+    assert all(tree.is_fresh for tree in trees)
     fresh.write_to(trees, wanted)
     right = [one_by_one(tokens, scores, place, width, own) for place, own in enumerate(wanted)]
     assert [*map(parts, trees)] == [*map(parts, right)]

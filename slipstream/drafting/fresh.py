@@ -28,11 +28,6 @@ from slipstream.protocol.tree import MAX_NODES
 MIN_ARRAY_TREES = 4  # trees: from so many on arrays are faster
 
 
-def is_fresh(tree: GrowingTree) -> bool:
-    """Whether nothing of a tree is grown, and the target has none of its nodes."""
-    return not (tree.begun or tree.ahead or tree.tokens)
-
-
 class FreshTrees:
     __slots__ = ("_depths", "_frontier_scores", "_frontiers", "_parents", "_picks", "_scores", "_sizes", "_tokens",
                  "_width")

@@ -34,7 +34,7 @@ from slipstream.choosing.logits import TokenHistory
 from slipstream.choosing.sampling import ChoiceRows, ranked
 from slipstream.choosing.transfer import to_device
 from slipstream.drafting.block import CANDIDATES, BlockNode, BlockPass, BlockStates
-from slipstream.drafting.fresh import MIN_ARRAY_TREES, FreshTrees, is_fresh
+from slipstream.drafting.fresh import MIN_ARRAY_TREES, FreshTrees
 from slipstream.drafting.network import Network, Output
 from slipstream.drafting.tree import NO_SLOTS, ROOT, SENT_PER_ROW, DraftContext, GrowingTree
 from slipstream.engine.batch import BatchBuilder
@@ -152,7 +152,7 @@ def _mark_computed(context: DraftContext, seed: Seed, states: torch.Tensor, pick
 def adopt_levels(trees: Sequence[GrowingTree], grown: Grown, levels: Sequence[int], topk: int) -> list[int]:
     """Put the ``grown`` levels into ``trees``, as far as the trees choose the same rows. Returns the levels of each
     tree: the root's children, and at most ``levels`` below them."""
-    if len(trees) >= MIN_ARRAY_TREES and all(is_fresh(tree) and not tree.wanted for tree in trees):
+    if len(trees) >= MIN_ARRAY_TREES and all(tree.is_fresh and not tree.wanted for tree in trees):
         adopted = _adopt_as_arrays(trees, grown, levels, topk)
         if adopted is not None:
             return adopted
@@ -166,9 +166,12 @@ def _adopt_tree(tree: GrowingTree, tokens: list[list[int]], scores: list[list[fl
     tree.width = topk
     tree.expand([(tokens[0], scores[0])])
     for level in range(levels):
-        if level == len(picks) or tree.picks != [pick for pick in picks[level] if pick >= 0]:
+        if level == len(picks):
             return 1 + level
-        rows = slice(1 + level * topk, 1 + level * topk + len(tree.picks))
+        count = picks[level].index(-1) if picks[level][-1] < 0 else topk
+        if tree.picks != picks[level][:count]:
+            return 1 + level
+        rows = slice(1 + level * topk, 1 + level * topk + count)
         tree.expand([*zip(tokens[rows], scores[rows], strict=True)])
     return 1 + levels
 
@@ -323,7 +326,7 @@ class NeuralDrafter:
 
     def _deepen(self, wanted: Sequence[tuple[DraftContext, int]], steps: int) -> None:
         for context, budget in wanted:
-            context.tree.wanted = budget if self._prunes and not steps and is_fresh(context.tree) else 0
+            context.tree.wanted = budget if self._prunes and not steps and context.tree.is_fresh else 0
             if steps:
                 context.tree.grow_ahead(budget // SENT_PER_ROW)
         # A tree of n nodes is at most n levels deep, and the root's children cost no forward of their own.

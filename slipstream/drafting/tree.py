@@ -94,6 +94,11 @@ class GrowingTree:
         """Further nodes that the target's tree may hold."""
         return MAX_HELD - 1 - self.num_sent
 
+    @property
+    def is_fresh(self) -> bool:
+        """Whether nothing of it is grown, and the target has none of its nodes."""
+        return not (self.begun or self.ahead or self.tokens)
+
     def depth(self) -> int:
         """The depth of the deepest frontier node; 0 at the root, and when nothing is left to expand."""
         return max((self.depths[node] for node in self.frontier if node != ROOT), default=0)
@@ -154,10 +159,12 @@ class GrowingTree:
             self.slots = np.concatenate((self.slots, slots)) if len(self.slots) else slots
         self.begun = True
         count = max(0, min(self.width, (MAX_HELD if self.ahead else MAX_NODES) - len(self.computed)))
-        self.picks = sorted(sorted(range(len(level)), key=totals.__getitem__, reverse=True)[:count])
+        picks = sorted(range(len(level)), key=totals.__getitem__, reverse=True)[:count]
         if self.wanted:
             parents = set(nlargest(self.wanted - 1, range(len(self.scores)), key=self.scores.__getitem__))
-            self.picks = [pick for pick in self.picks if level[pick] in parents]
+            while picks and level[picks[-1]] not in parents:
+                picks.pop()
+        self.picks = sorted(picks)
         self.frontier = [level[pick] for pick in self.picks]
 
     def propose(self, parent: int, token: int, score: float) -> int:

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from slipstream.base.errors import ConfigError
 from slipstream.choosing.sampling import Children
-from slipstream.drafting.fresh import MIN_ARRAY_TREES, FreshTrees, is_fresh
+from slipstream.drafting.fresh import MIN_ARRAY_TREES, FreshTrees
 from slipstream.drafting.tree import ROOT, SENT_PER_ROW, GrowingTree
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.kv import Indices, KVPool
@@ -252,10 +252,10 @@ class TimedDrafter:
                 session.tree.grow_ahead(budget // SENT_PER_ROW)
         wanted = [(session, min(max_levels, budget)) for _, session, budget in known]
         rows = [0] * max_levels  # of each level, of all trees
-        fresh = [(session, count) for session, count in wanted if count > 0 and is_fresh(session.tree)]
+        fresh = [(session, count) for session, count in wanted if count > 0 and session.tree.is_fresh]
         if len(fresh) >= MIN_ARRAY_TREES and (by_level := self._text.by_level(
                 [session for session, _ in fresh], max(count for _, count in fresh))) is not None:
-            wanted = [(session, count) for session, count in wanted if count > 0 and not is_fresh(session.tree)]
+            wanted = [(session, count) for session, count in wanted if count > 0 and not session.tree.is_fresh]
             self._begin(fresh, *by_level)
             for level in range(max_levels):
                 rows[level] = sum(self._timing.width if level else 1 for _, count in fresh if count > level)
