@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from slipstream.base.config import PolicySection
@@ -80,6 +82,23 @@ def test_one_step_alone_does_not_make_a_row_count_dear() -> None:
     assert costs.cost(48) == pytest.approx(0.020)
     costs.observe(48, 0.022)
     assert costs.cost(48) == pytest.approx(0.022)
+
+
+def test_one_tree_shows_what_smaller_trees_would_have_given() -> None:
+    """Of 16 nodes the best ones are accepted most; a depth alone says nothing of how few would have been enough."""
+    dice, acceptance = random.Random(1), Acceptance()
+    for _ in range(2000):
+        first = dice.random()
+        ranks = [1, 3] if first < 0.4 else [1] if first < 0.6 else [2] if first < 0.7 else []
+        acceptance.observe(16, len(ranks), 5, ranks)
+    for belief in (acceptance, acceptance.inherit()):
+        expected = belief.expected(16)
+        assert expected[1] == pytest.approx(0.6, abs=0.2) and expected[3] == pytest.approx(1.1, abs=0.25)
+        assert expected[16] - expected[3] < 0.05
+    heir = acceptance.inherit()
+    for _ in range(20):
+        heir.observe(2, 2, 2, (1, 2))
+    assert heir.expected(3)[3] > acceptance.expected(3)[3] + 0.4, "in an easier text further nodes are better, too"
 
 
 def test_behind_a_long_text_fewer_draft_tokens_pay() -> None:

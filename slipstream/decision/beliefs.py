@@ -184,8 +184,9 @@ FORGET_AFTER = 512  # steps without one near a row count: then what a guess has 
 FADE_RATE = 0.0005  # of what is believed beyond the profile's shape, or of reading, for each step that does not show it
 BUSY_AT_START = math.log(1.25)  # one of the first steps that takes so much less says that the profile is too high
 MAX_SURPRISE = math.log(4.0)  # one odd step counts as no more than this
-DEPTHS = 32
+DEPTHS, MAX_NODES = 32, 63  # of a tree, without its root
 PRIOR = 0.7  # conditional acceptance of a drafter that nobody has seen yet
+CHAIN = [PRIOR ** rank for rank in range(1, MAX_NODES + 1)]  # the same of each node
 PRIOR_TRIALS = 4.0  # fewer end a good drafter after ten unlucky rounds, with more a poor one comes and goes
 SHARED_TRIALS = 6.0  # what is known from other sessions counts for more than a guess
 FIRST_TEXTS = 4  # of a kind, for which drafts were verified: until then each begins with a guess
@@ -409,14 +410,19 @@ class StepCosts:
 class Acceptance:
     """How many of n draft nodes become tokens: the chance of each depth, given that the one above was accepted."""
 
-    __slots__ = ("_expected", "_hits", "_keep", "_nodes_per_level", "_prior", "_trials", "num_texts")
+    __slots__ = ("_expected", "_hits", "_keep", "_nodes_per_level", "_prior", "_rank_hits", "_rank_prior",
+                 "_rank_trials", "_trials", "num_texts")
 
-    def __init__(self, nodes_per_level: float = 1.0, prior: Sequence[float] = (), keep: float = KEEP) -> None:
-        """``prior``: the chance of each depth as others have seen it; without it a guess."""
+    def __init__(self, nodes_per_level: float = 1.0, prior: Sequence[float] = (), keep: float = KEEP,
+                 rank_prior: Sequence[float] = ()) -> None:
+        """``prior``: the chance of each depth as others have seen it; without it a guess. ``rank_prior``: the same of
+        the best node of a tree, the second best and so on."""
         self._hits = [0.0] * DEPTHS
         self._trials = [0.0] * DEPTHS
+        self._rank_hits, self._rank_trials = [0.0] * MAX_NODES, [0.0] * MAX_NODES
         self._nodes_per_level = nodes_per_level
         self._prior = prior
+        self._rank_prior = rank_prior
         self._keep = keep
         self._expected: list[float] = []  # made when it is asked for
         self.num_texts = 0  # of which it was observed
@@ -432,11 +438,14 @@ class Acceptance:
 
     def inherit(self) -> Acceptance:
         """A belief that begins where this one stands."""
-        return Acceptance(self._nodes_per_level, self._levels(DEPTHS)[0])
+        expected = self.expected(MAX_NODES) if self._rank_prior or self._rank_trials[0] else ()
+        return Acceptance(self._nodes_per_level, self._levels(DEPTHS)[0],
+                          rank_prior=[more - less for less, more in pairwise(expected)])
 
-    def observe(self, drafted: int, accepted: int, depth: int) -> None:
-        """Count a round: ``accepted`` of ``drafted`` nodes, at most ``depth`` deep. A round without drafted nodes is
-        ignored."""
+    def observe(self, drafted: int, accepted: int, depth: int, ranks: Sequence[int] | None = None) -> None:
+        """Count a round: ``accepted`` of ``drafted`` nodes, at most ``depth`` deep. ``ranks``: of the accepted ones
+        among all, where nodes are known from the best (1) on: the best of a tree are a smaller tree, so one round shows
+        what each would have given. A round without drafted nodes is ignored."""
         if drafted < 1:
             return
         if depth < accepted or not 0 < depth <= DEPTHS:
@@ -449,6 +458,13 @@ class Acceptance:
         if accepted < depth:
             trials[accepted] = trials[accepted] * keep + 1.0
             hits[accepted] *= keep
+        if ranks is not None:
+            rank_hits, rank_trials = self._rank_hits, self._rank_trials
+            for rank in range(drafted if drafted < MAX_NODES else MAX_NODES):
+                rank_trials[rank] = rank_trials[rank] * keep + 1.0
+                rank_hits[rank] *= keep
+            for rank in ranks:
+                rank_hits[rank - 1] += 1.0
         self._expected = []
 
     def expected(self, max_nodes: int) -> Sequence[float]:
@@ -457,6 +473,9 @@ class Acceptance:
             nodes_per_level = self._nodes_per_level
             if nodes_per_level == 1.0 and max_nodes < DEPTHS:  # chains
                 self._expected = self._levels(max_nodes)[1]
+                return self._expected
+            if self._rank_prior or self._rank_trials[0]:
+                self._expected = self._by_rank(max_nodes)
                 return self._expected
             reach, self._expected = self._levels(min(DEPTHS, int(max_nodes / nodes_per_level) + 1))[1], []
             for nodes in range(max_nodes + 1):
@@ -467,6 +486,19 @@ class Acceptance:
                 below = reach[full_levels]
                 self._expected.append(below + (levels - full_levels) * (reach[full_levels + 1] - below))
         return self._expected
+
+    def _by_rank(self, max_nodes: int) -> list[float]:
+        """The same from the chances of ranks. What was seldom seen falls from rank to rank as others have seen it, or
+        as in a chain."""
+        prior, weight = self._rank_prior or CHAIN, SHARED_TRIALS if self._rank_prior else PRIOR_TRIALS
+        chance, above, tokens, expected = 1.0, 1.0, 0.0, [0.0]
+        for hits, trials, usual in zip(self._rank_hits[:max_nodes], self._rank_trials, prior, strict=False):
+            guess = chance * min(1.0, usual / above) if above > 0.0 else 0.0
+            chance = min(chance, (hits + weight * guess) / (trials + weight))
+            above = usual
+            tokens += chance
+            expected.append(tokens)
+        return expected
 
     def tokens(self, nodes: int) -> float:
         """Of the best ``nodes`` nodes."""

@@ -117,6 +117,7 @@ class Round:
     first_exchange: bool = False  # of this drafter in this answer: it had the prompt to read
     lookup: bool = False  # the text's own chain was verified: it says nothing about a drafter
     overdue: bool = False  # the drafter has had the text for long, and has not said a word
+    ranks: Sequence[int] | None = None  # of the accepted nodes among all, 1 the best; None: not known
 
     def latency_s(self, max_s: float) -> float | None:
         """Seconds of the exchange, at most ``max_s`` where the session stopped waiting; None: not measured."""

@@ -261,8 +261,8 @@ class SpeculationPolicy:
             return earned_s, spent_s
         if drafted:
             self._shared_acceptance.num_texts += not state.acceptance.observed
-            state.acceptance.observe(drafted, round_.accepted, round_.depth)
-            self._shared_acceptance.observe(drafted, round_.accepted, round_.depth)
+            state.acceptance.observe(drafted, round_.accepted, round_.depth, round_.ranks)
+            self._shared_acceptance.observe(drafted, round_.accepted, round_.depth, round_.ranks)
         if drafted or wait_s > 0:
             self._guess_s = 0.0
             state.hit_rate += 0.1 * ((drafted > 0) - state.hit_rate)

@@ -79,6 +79,7 @@ class Verified:
     finish: Finish = ""  # why the answer ends here; "": it goes on
     rows: bytes | None = None  # feature rows of the positions before each of ``tokens``, if its drafter reads them
     forced: Sequence[int] = ()  # by its grammar, behind ``tokens``: what has to come, though others may spell it
+    ranks: Sequence[int] | None = None  # the accepted nodes' places in the tree, whose best nodes come first
 
 
 LOOKED_UP = "prompt_lookup"  # an outcome: the text's own chain was verified
@@ -363,7 +364,7 @@ class Followed:
             wait.reading_from_s, wait.owed_from_s = now_s, now_s if wait.owed_from_s is not None else None
         round_ = Round(drafted, accepted, verified.depth, step.seconds, waited_s, step.rows,
                        wait.skipped and not side.answered, None, exchange_s, wait.first_exchange, looked_up,
-                       wait.reading_from_s is not None and now_s - wait.reading_from_s > READING_S)
+                       wait.reading_from_s is not None and now_s - wait.reading_from_s > READING_S, verified.ranks)
         # At its first token (since it was put back) the drafter has its text to read, and so it may have behind it.
         reading = not wait.skipped and (first_token or (wait.first_exchange and link is not None))
         wait.first_exchange = wait.first_exchange and wait.reading_from_s is not None
