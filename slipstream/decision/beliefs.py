@@ -1,10 +1,10 @@
-"""Beliefs: the measurements that decisions use: step costs by rows, acceptance by depth, draft latency, the value of a
-second, and the budget of exploration.
+"""Beliefs: the measurements that decisions use: step costs by rows, acceptance by rank or depth, draft latency, the
+value of a second, and the budget of exploration.
 
 Rules:
 1. Seconds in, seconds out; no clock. Every belief forgets old measurements, so that changes are seen.
 2. A round gives no evidence about depths that it did not reach: acceptance is censored at the offered depth and at the
-   first rejection.
+   first rejection. Of each node of a tree it tells whether it was accepted.
 3. One ``Beliefs`` is shared by the sessions of a target, or by the answers of a draft pool.
 4. Where drafts have their own devices, an exchange costs only the session that waits for it; on shared cores it costs
    all sessions. Where an engine steps all sessions together, the waiting sessions share the cost of the others' wait.
@@ -408,7 +408,9 @@ class StepCosts:
 
 
 class Acceptance:
-    """How many of n draft nodes become tokens: the chance of each depth, given that the one above was accepted."""
+    """How many of n draft nodes become tokens. Of a chain: the chance of each depth, given that the one above was
+    accepted. Of a tree: the chance of each rank, where the best n nodes are the smaller tree; until ranks were seen, its
+    nodes are spread evenly over its levels."""
 
     __slots__ = ("_expected", "_hits", "_keep", "_nodes_per_level", "_prior", "_rank_hits", "_rank_prior",
                  "_rank_trials", "_trials", "num_texts")
