@@ -171,7 +171,7 @@ def test_who_often_has_nothing_to_propose_is_not_waited_for_long() -> None:
             policy.observe(0.0, Round(drafted, drafted, drafted, STEP_S, 0.020))
         beliefs.budget.left_s = 0.0
         assert (policy.decide(RoundInputs(followed=True)).wait_s == 0.0) is rare
-        beliefs.acceptance(False).num_texts = FIRST_TEXTS
+        beliefs.acceptance[False].num_texts = FIRST_TEXTS
         _, share, _ = beliefs.begin_session(False, 1.0)
         assert share == pytest.approx(0.1 if rare else 1.0, abs=0.05), "a new answer expects as much"
 
@@ -179,7 +179,7 @@ def test_who_often_has_nothing_to_propose_is_not_waited_for_long() -> None:
 @pytest.mark.parametrize("end", ["closed", "forbidden", "drafted", "waited"])
 def test_an_answer_that_drafts_nothing_does_not_use_up_a_guess(end: str) -> None:
     beliefs = free()
-    beliefs.acceptance(False).num_texts, beliefs.budget.left_s = FIRST_TEXTS, 1.0
+    beliefs.acceptance[False].num_texts, beliefs.budget.left_s = FIRST_TEXTS, 1.0
     policy = SpeculationPolicy(PolicySection(), beliefs)
     paid_s = 1.0 - beliefs.budget.left_s
     assert paid_s > 0.0

@@ -392,24 +392,19 @@ class StepCosts:
     def _update(self) -> None:
         self._steps.clear()
         self._reading_priced = False
-        costs = list(map(mul, self._profile, map(math.exp, self._factors)))
-        if len(self._visited) > 1:
-            self._interpolate_unseen(self._visited, costs)
-        self._costs = list(accumulate(costs, max))
-
-    def _interpolate_unseen(self, visited: Sequence[int], costs: list[float]) -> None:
+        rows, visited, costs = self._rows, self._visited, list(map(mul, self._profile, map(math.exp, self._factors)))
         # What was never measured stands on the line through what was: a guess there would be far too low or high.
-        rows = self._rows
         for low, high in pairwise(visited):
             begin, begin_s = rows[low], costs[low]
             slope = (costs[high] - begin_s) / (rows[high] - begin)
             for point in range(low + 1, high if high < visited[-1] else len(rows)):
                 costs[point] = begin_s + slope * (rows[point] - begin)
+        self._costs = list(accumulate(costs, max))
 
 
 class Acceptance:
     """How many of n draft nodes become tokens. Of a chain: the chance of each depth, given that the one above was
-    accepted. Of a tree: the chance of each rank, where the best n nodes are the smaller tree; until ranks were seen, its
+    accepted. Of a tree: the chance of each rank, as its best n nodes are a smaller tree; until ranks were seen, its
     nodes are spread evenly over its levels."""
 
     __slots__ = ("_expected", "_hits", "_keep", "_nodes_per_level", "_prior", "_rank_hits", "_rank_prior",
@@ -558,7 +553,7 @@ class Beliefs:
     """Measurements that the sessions of one target (or the answers of one draft pool) share. ``shared_cores``: drafts
     compute on the cores of their target. ``lockstep``: each step is one of all sessions, so that a wait delays all."""
 
-    __slots__ = ("_acceptance", "_hit_rate", "_num_asking", "budget", "costs", "latency", "lockstep", "reading",
+    __slots__ = ("_hit_rate", "_num_asking", "acceptance", "budget", "costs", "latency", "lockstep", "reading",
                  "time_value", "without_drafter")
 
     def __init__(self, costs: StepCosts, shared_cores: bool = False, lockstep: bool = False) -> None:
@@ -569,8 +564,8 @@ class Beliefs:
         self.budget = ExplorationBudget(TRIALS_IN_A_ROW if shared_cores else 1)
         self.time_value = 1.0  # of a second that drafting takes, in seconds of plain decoding: what prompt lookup makes
         self.without_drafter = Ledger(keep=KEEP_ALONE)  # all rounds, as with prompt lookup and no drafter
-        # Sampled text is harder to foresee, so what is known of it is kept apart.
-        self._acceptance = {sampled: Acceptance(keep=KEEP_SHARED) for sampled in (False, True)}
+        # Over all sessions; sampled text is harder to foresee, so what is known of it is kept apart.
+        self.acceptance = {sampled: Acceptance(keep=KEEP_SHARED) for sampled in (False, True)}
         self._hit_rate = 1.0
         self._num_asking = 0  # sessions that ask for drafts
 
@@ -584,7 +579,7 @@ class Beliefs:
         seen it, once there are some: one text may be the hardest of all. If the budget has ``price_s`` it begins with a
         guess, so that a changed world is seen; what a row of tried waits would lose stays there, as behind waits that
         are too long a guess shows nothing. Also what was paid for that."""
-        shared = self._acceptance[sampled]
+        shared = self.acceptance[sampled]
         if shared.num_texts < FIRST_TEXTS:
             return shared.fresh(), 1.0, 0.0
         if self.budget.left_s < price_s + self.budget.trials_left * self.latency.least_s(0.0):
@@ -595,10 +590,6 @@ class Beliefs:
     def observe_exchange(self, drafted: bool) -> None:
         """An exchange of any session, and whether it gave something to verify."""
         self._hit_rate += (1.0 - KEEP_SHARED) * (drafted - self._hit_rate)
-
-    def acceptance(self, sampled: bool) -> Acceptance:
-        """The acceptance over all sessions."""
-        return self._acceptance[sampled]
 
     def count_asking(self, asking: bool) -> None:
         """A session asks for drafts from now on, or does not any more. A session that ends stops asking first."""

@@ -110,7 +110,7 @@ class SpeculationPolicy:
         acceptance, share, self._guess_s = beliefs.begin_session(sampled, PATIENCE * self._plain_s)
         self._state = SessionState(SPECULATE if self._can_draft else PLAIN, acceptance, config.max_nodes,
                                    self._can_draft, hit_rate=share)
-        self._shared_acceptance = beliefs.acceptance(sampled)
+        self._shared_acceptance = beliefs.acceptance[sampled]
         self._inputs: RoundInputs | None = None  # of the newest decision
         self._decision: Decision | None = None  # since the last round
         self._since_s = self._next_probe_s = now_s
