@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from operator import mul
 
+from slipstream.protocol.tree import MAX_NODES
+
 KEPT_EXCHANGES = 7  # exchanges of one load: one odd exchange does not move their median, and a few new ones do
 MIN_MARGIN = 0.1  # of an exchange: it is waited for at least so much longer than usual
 
@@ -184,9 +186,9 @@ FORGET_AFTER = 512  # steps without one near a row count: then what a guess has 
 FADE_RATE = 0.0005  # of what is believed beyond the profile's shape, or of reading, for each step that does not show it
 BUSY_AT_START = math.log(1.25)  # one of the first steps that takes so much less says that the profile is too high
 MAX_SURPRISE = math.log(4.0)  # one odd step counts as no more than this
-DEPTHS, MAX_NODES = 32, 63  # of a tree, without its root
+DEPTHS, RANKS = 32, MAX_NODES - 1  # that are told apart: of a chain, of a tree without its root
 PRIOR = 0.7  # conditional acceptance of a drafter that nobody has seen yet
-CHAIN = [PRIOR ** rank for rank in range(1, MAX_NODES + 1)]  # the same of each node
+CHAIN = [PRIOR ** rank for rank in range(1, RANKS + 1)]  # the chance of each rank, where all of them are a chain
 PRIOR_TRIALS = 4.0  # fewer end a good drafter after ten unlucky rounds, with more a poor one comes and goes
 SHARED_TRIALS = 6.0  # what is known from other sessions counts for more than a guess
 FIRST_TEXTS = 4  # of a kind, for which drafts were verified: until then each begins with a guess
@@ -351,9 +353,8 @@ class StepCosts:
             self._visited.append(nearest)
         elif nearest in self._visited:
             near = surprise * (FAR_RATE + NEAR_RATE) if num_seen[nearest] > MIN_STEPS else min(0.0, surprise)
-            corrected = self._factors[nearest] + near
-            self._factors = [factor + surprise * FAR_RATE for factor in self._factors]
-            self._factors[nearest] = corrected
+            self._factors = [factor + (near if point == nearest else surprise * FAR_RATE)
+                             for point, factor in enumerate(self._factors)]
         else:  # what surprised was the cost on the line through others, not the guess
             shown = math.log(self._costs[nearest] / self._profile[nearest]) + surprise
             self._first_shown[nearest] = least = min(shown, self._first_shown.get(nearest, shown))
@@ -416,7 +417,7 @@ class Acceptance:
         the best node of a tree, the second best and so on."""
         self._hits = [0.0] * DEPTHS
         self._trials = [0.0] * DEPTHS
-        self._rank_hits, self._rank_trials = [0.0] * MAX_NODES, [0.0] * MAX_NODES
+        self._rank_hits, self._rank_trials = [0.0] * RANKS, [0.0] * RANKS
         self._nodes_per_level = nodes_per_level
         self._prior = prior
         self._rank_prior = rank_prior
@@ -435,7 +436,7 @@ class Acceptance:
 
     def inherit(self) -> Acceptance:
         """A belief that begins where this one stands."""
-        expected = self.expected(MAX_NODES) if self._rank_prior or self._rank_trials[0] else ()
+        expected = self.expected(RANKS) if self._rank_prior or self._rank_trials[0] else ()
         return Acceptance(self._nodes_per_level, self._levels(DEPTHS)[0],
                           rank_prior=[more - less for less, more in pairwise(expected)])
 
@@ -457,7 +458,7 @@ class Acceptance:
             hits[accepted] *= keep
         if ranks is not None:
             rank_hits, rank_trials = self._rank_hits, self._rank_trials
-            for rank in range(drafted if drafted < MAX_NODES else MAX_NODES):
+            for rank in range(drafted if drafted < RANKS else RANKS):
                 rank_trials[rank] = rank_trials[rank] * keep + 1.0
                 rank_hits[rank] *= keep
             for rank in ranks:
@@ -492,8 +493,7 @@ class Acceptance:
         for hits, trials, usual in zip(self._rank_hits[:max_nodes], self._rank_trials, prior, strict=False):
             guess = chance * min(1.0, usual / above) if above > 0.0 else 0.0
             chance = min(chance, (hits + weight * guess) / (trials + weight))
-            above = usual
-            tokens += chance
+            above, tokens = usual, tokens + chance
             expected.append(tokens)
         return expected
 

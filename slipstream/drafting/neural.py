@@ -6,8 +6,8 @@ Rules:
    its other rows are computed by the next ``grow`` or ``read``.
 2. Then trees grow one level at a time, ONE forward a level for all sessions (see ``tree.GrowingTree``). That is the
    specification. A ``TreeBackend`` (our CPU kernels in one call, or a captured graph on a GPU) grows a whole new tree
-   for sessions with few pending rows and without penalties or logit_bias. The trees are the same, except that a graph
-   ranks without filters (``graph.is_narrow``).
+   for sessions with few pending rows and without penalties or logit_bias. What is sent of them is the same, except
+   that a graph ranks without filters (``graph.is_narrow``).
 3. The host chooses each level's rows again from the scores that the backend returns, so ``tree.GrowingTree`` alone
    decides. Where the backend chose other rows, the tree is cut there and grows on level by level.
 4. A session without its target states or without free slots grows nothing; that is no error. Before slots run out, the
