@@ -84,6 +84,16 @@ def test_one_step_alone_does_not_make_a_row_count_dear() -> None:
     assert costs.cost(48) == pytest.approx(0.022)
 
 
+def test_a_step_after_many_that_computed_prompts_may_be_the_first_one_near_its_row_count() -> None:
+    costs = StepCosts(GUESSED_COSTS, guessed=True)
+    costs.observe(1, 0.020)
+    for _ in range(FORGET_AFTER):
+        costs.skip_step()
+    for _ in range(2):
+        costs.observe(64, 0.030)
+    assert costs.cost(64) == pytest.approx(0.030)
+
+
 def test_one_tree_shows_what_smaller_trees_would_have_given() -> None:
     """Of 16 nodes the best ones are accepted most; a depth alone says nothing of how few would have been enough."""
     dice, acceptance = random.Random(1), Acceptance()

@@ -234,6 +234,16 @@ def test_many_sessions_give_slots_up_without_a_look_at_all_of_them_for_each(make
     assert 100 <= looked[0] <= 250
 
 
+def test_text_that_is_read_between_growths_does_not_make_the_next_tree_as_small_as_the_last_one(make: Make) -> None:
+    drafter = make({"drafter": "standalone"})
+    drafter.open([Open(1, np.arange(9, dtype=np.int32), 1, Sampling())])
+    drafter.grow([1], [1])
+    drafter.commit([Commit(1, 9, np.array([7], np.int32))])
+    drafter.read([1])
+    (growth,) = drafter.grow([1], [8])
+    assert len(growth.ids) == 8
+
+
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))])
 @pytest.mark.parametrize(("slots", "topk", "window"), [(2000, 1, WINDOWS[0]), (2000, 4, WINDOWS[0]),
                                                         (150, 3, WINDOWS[1])])

@@ -51,11 +51,12 @@ def test_states_are_normed_one_by_one_before_a_projection() -> None:
     assert torch.allclose(found, torch.from_numpy(WEIGHTS) @ (torch.cat(wanted) * torch.from_numpy(NORMS)))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("spec", [
     FeatureSpec(LAYERS, 6, "float16"),
     FeatureSpec(LAYERS, 2, "float16", Projection(2, 6, "float16", b"h" * 32, WEIGHTS.astype("<f2").tobytes()))])
-def test_a_state_that_float16_cannot_hold_is_its_largest_number(spec: FeatureSpec) -> None:
-    found = RowEncoder(spec, torch.device("cpu"))(torch.tensor([[1e6, 0.0, -1.0, 2.0, 0.0, 1.0]]))
+def test_a_state_that_float16_cannot_hold_is_its_largest_number(spec: FeatureSpec, dtype: torch.dtype) -> None:
+    found = RowEncoder(spec, torch.device("cpu"))(torch.tensor([[1e6, 0.0, -1.0, 2.0, 0.0, 1.0]], dtype=dtype))
     assert found[0, 0] == torch.finfo(torch.float16).max and bool(found.isfinite().all())
 
 

@@ -367,10 +367,10 @@ class StepCosts:
     def _forget(self, num_seen: list[int]) -> None:
         # What no step was near for long has the shape of the guess again, at the lowest height that is known.
         old = [point for point, observed in enumerate(self._last_observed) if self._observed - observed > FORGET_AFTER]
-        if not old:
+        visited = [point for point in self._visited if point not in old]
+        if not old or not visited:  # a guess without any height were worse
             return
-        self._visited = [point for point in self._visited if point not in old]
-        lowest = min([self._factors[point] for point in self._visited])
+        self._visited, lowest = visited, min([self._factors[point] for point in visited])
         for point in old:
             num_seen[point], self._factors[point] = min(num_seen[point], MIN_STEPS - 1), lowest
 

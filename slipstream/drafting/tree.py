@@ -207,6 +207,7 @@ class GrowingTree:
             ids[node] = node_id
         self.next_id += len(nodes)
         self.num_sent += len(nodes)
+        self.wanted = 0  # how many the one after it sends is not known yet
         parent_ids = [root_id if (parent := parents[node]) == ROOT else ids[parent] for node in nodes]
         return Growth(session, self.base, np.arange(first_id, self.next_id, dtype=np.int32),
                       np.array(parent_ids, np.int32), np.array([tokens[node] for node in nodes], np.int32),

@@ -87,9 +87,8 @@ class FeatureWriter:
 def _cast(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Rows in another dtype. What float16 cannot hold becomes its largest number: a head that has read one infinite
     state gives NaN for all tokens behind it, so it would never draft again."""
-    if dtype is torch.float16:
-        rows = rows.clamp(-LARGEST_HALF, LARGEST_HALF)
-    return rows.to(dtype)
+    rows = rows.to(dtype)  # first: that number itself is infinite if it was rounded to bfloat16 before
+    return rows.clamp(-LARGEST_HALF, LARGEST_HALF) if dtype is torch.float16 else rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -264,10 +264,8 @@ class RowEncoder:
 
 def _cast(states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """In another dtype; what float16 cannot hold becomes its largest number (see ``slipstream.engine.runner``)."""
-    if dtype is torch.float16:
-        most = torch.finfo(dtype).max
-        states = states.clamp(-most, most)
-    return states.to(dtype)
+    states, most = states.to(dtype), torch.finfo(dtype).max
+    return states.clamp(-most, most) if dtype is torch.float16 else states
 
 
 class HostCopy:
