@@ -18,7 +18,7 @@ torch.set_num_threads(1)
 # Modules that take longest begin first, or a process would be left alone with one of them at the end.
 LONGEST = ("test_lossless", "test_real", "test_simulation", "test_machine_code", "test_train", "test_chart",
            "test_int8", "test_ranks", "test_device_races", "test_bad_drafts", "test_policy", "test_cli",
-           "test_constrained", "test_chaos", "test_lifecycle", "test_reaching", "test_drafters",
+           "test_compiled", "test_constrained", "test_chaos", "test_lifecycle", "test_reaching", "test_drafters",
            "test_fused", "test_mtp_lossless", "test_families", "test_crash_families", "test_gpu", "test_timed",
            "test_lenient", "test_models", "test_mtp", "test_wheel")
 

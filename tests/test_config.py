@@ -32,7 +32,7 @@ from slipstream.cli.process import listen_addresses, with_local_addresses
     ("draft.growth.topk=17", "draft.growth.topk: must be at most 16"),
     ("target.accept_threshold_acc=0", "target.accept_threshold_acc: must be above 0"),
     ("target.drain_s=soon", "target.drain_s: 'soon' is not a number"),
-    ("target.shared_cores=perhaps", "target.shared_cores: 'perhaps' is neither true nor false"),
+    ("draft.compile=perhaps", "draft.compile: 'perhaps' is neither true nor false"),
     ("model.dtype=fp16", "model.dtype: 'fp16' is not known; write 'float64', 'float32', 'bfloat16' or 'float16'"),
     ("model.path=8", "model.path: 8 is not text; YAML takes it as such in quotes: '8'"),
     ("router.api_keys_file=~",

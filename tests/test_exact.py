@@ -129,7 +129,7 @@ def test_a_model_whose_rows_depend_on_their_company_fails_its_trial(folder: Path
         check_exact(MoreWithCompany(model))
 
 
-@pytest.mark.parametrize("other", [{"dtype": "float32"}, {"engine": "hf"}])
+@pytest.mark.parametrize("other", [{"dtype": "float32"}, {"engine": "hf"}, {}])
 def test_it_is_refused_elsewhere(folder: Path, other: dict[str, Any]) -> None:
     with pytest.raises(ModelError, match=r"model\.kernels: native is for"):
-        load_model(folder, ModelSection(kernels="native", **other))
+        load_model(folder, ModelSection(kernels="native", **other), compile_layers=not other)

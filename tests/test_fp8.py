@@ -87,11 +87,11 @@ def test_a_model_in_fp8_says_nearly_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("other", "said"), [
     ({"dtype": "float32"}, "dtype bfloat16, and this is float32"), ({"kernels": "native"}, "without kernels native"),
-    ({"engine": "hf"}, "engine decoder")])
+    ({"engine": "hf"}, "engine decoder"), ({}, "without compile")])
 def test_it_is_refused_elsewhere(tmp_path: Path, other: dict[str, Any], said: str) -> None:
     folder = write_tiny_model(tmp_path, **SHAPE)
     with pytest.raises(ModelError, match=rf"quantize: .*{said}"):
-        load_model(folder, ModelSection(quantize="fp8", **other))
+        load_model(folder, ModelSection(quantize="fp8", **other), compile_layers=not other)
 
 
 def test_a_shape_that_the_kernel_does_not_take_stays_as_it_is() -> None:
@@ -146,6 +146,9 @@ def test_a_draft_in_fp8_grows_trees(tmp_path: Path, kind: str) -> None:
     assert len(growth.tokens) == 8
     with pytest.raises(ModelError, match=r"quantize: fp8 is for dtype bfloat16"):
         drafter(dtype="float32")
+    if kind != "standalone":
+        with pytest.raises(ModelError, match=r"draft\.quantize: it is for drafters without compile"):
+            drafter(compile=True)
 
 
 def test_layers_of_a_model_that_predict_further_tokens_are_not_quantized(tmp_path: Path) -> None:

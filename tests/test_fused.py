@@ -12,12 +12,16 @@ from copy import copy
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from bench.gpu.shapes import TINY, config_of
+from bench.gpu.shapes import TINY, config_of, decoder_shapes, random_tensors
+from slipstream.engine.batch import BatchBuilder
+from slipstream.engine.decoder import Decoder
 from slipstream.engine.fp8 import LARGEST, Rounding, rounded
 from slipstream.engine.fp8_blocks import E4M3
+from slipstream.engine.ops.compiled import CompiledOps, before_attention
 from slipstream.engine.ops.fused import (
     MOST_WIDTH,
     block,
@@ -29,6 +33,7 @@ from slipstream.engine.ops.fused import (
     warps,
 )
 from slipstream.engine.ops.layer import TORCH, Heads, Operations, Step
+from tests.on_device import Subject, random_words
 
 ROOT = Path(__file__).parent.parent
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -118,6 +123,22 @@ def away_from_zero(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def test_a_trial_sees_a_bit_of_8(wrong: Rounding, named: str) -> None:
     assert rounding_difference(rounded, CONFIG, CPU) == ""
     assert rounding_difference(wrong, CONFIG, CPU).startswith(named)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_halves_that_can_be_compiled_are_those_of_the_specification(model_type: str, dtype: torch.dtype) -> None:
+    config = config_of(TINY | {"model_type": model_type})
+    tensors = random_tensors(decoder_shapes(config), dtype, CPU)
+    words, logits = random_words(np.random.default_rng(0), 5), []
+    for ops in (TORCH, CompiledOps(before_attention, TORCH.after_attention)):
+        subject = Subject.of(Decoder(config, tensors, dtype, CPU, ops), 40)
+        prompt, tree = BatchBuilder(), BatchBuilder()
+        prompt.add(list(range(9)), range(9), list(range(20, 29)), np.zeros(0, np.int64), logits="all")
+        tree.add(list(range(5)), [8 + word.bit_count() for word in words], [3, 1, 4, 15, 9], np.arange(20, 29), words,
+                 5)
+        logits.append(torch.cat((subject.logits(prompt), subject.logits(tree))))
+    assert torch.equal(*logits) and bool(logits[0].isfinite().all())
 
 
 def test_a_block_holds_its_row_and_threads_hold_little_of_it() -> None:

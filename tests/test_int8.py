@@ -314,7 +314,7 @@ def test_eight_bits_without_a_note_are_no_plain_numbers(tmp_path: Path, engine: 
         prepare_as("bfloat16", folder, tmp_path / "prepared")
 
 
-ELSEWHERE = [{"dtype": "float32"}, {"engine": "hf"}, {"kernels": "torch"}]
+ELSEWHERE = [{"dtype": "float32"}, {"engine": "hf"}, {}, {"kernels": "torch"}]
 
 
 @pytest.mark.parametrize("other", ELSEWHERE)
@@ -323,7 +323,7 @@ def test_it_is_refused_where_other_kernels_compute(tmp_path: Path, other: dict[s
     prepared = prepare_as("int8", folder, tmp_path / "int8")
     for path, how in ((folder, {"quantize": "int8"}), (prepared, {})):
         with pytest.raises(ModelError, match=r"model\.quantize: int8 is for the CPU kernels of our own"):
-            load_model(path, ModelSection(**how, **other))
+            load_model(path, ModelSection(**how, **other), compile_layers=not other)
     with pytest.raises(ModelError, match=r"model\.quantize: .* int8 already"):
         load_model(prepared, ModelSection(quantize="fp8"))
 
@@ -368,7 +368,7 @@ def test_a_draft_of_whole_numbers_grows_trees(tmp_path: Path, kind: str) -> None
 
     assert len(grown()) == len(grown("auto", kernels="torch")) == 8
     assert grown("auto") == grown("int8" if kind == "eagle3" else "none")
-    for other in ({"dtype": "float32"}, {"kernels": "torch"}):
+    for other in ({"dtype": "float32"}, {"kernels": "torch"}, {"compile": True}):
         with pytest.raises(ModelError, match=r"draft\.quantize: int8 is for the CPU kernels of our own"):
             grown(**other)
 

@@ -130,6 +130,7 @@ class DraftSection(Section):
                        "head inside the target's own folder")
     token_map: File = Field("", description="a file with the token ids to draft from (FR-Spec); not for eagle3, "
                            "block, ngram")
+    compile: bool = Field(False, description="torch.compile for the draft model or head; needs a C++ compiler")
     quantize: Literal["auto", "none", "fp8", "int8"] = Field(
         "auto", description="of the draft model or head, as in model, int8 not for eagle2, mtp, block; auto: int8 for "
                             "an EAGLE-3 head on our CPU kernels, else none; may cost acceptance, changes no answer")

@@ -142,7 +142,7 @@ def _flashinfer(_: Config) -> Iterator[Check]:
 def _compiler(_: Config) -> Iterator[Check]:
     found = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
     if found is None:
-        yield Check("compiler", "warn", "none", "kernels made on demand need one: install g++")
+        yield Check("compiler", "warn", "none", "torch.compile and kernels made on demand need one: install g++")
     else:
         yield Check("compiler", "ok", found)
 
@@ -249,7 +249,7 @@ def _check_pair(draft: DraftSection, model: ModelSection) -> Check:
     folder = resolve(model.path)
     prompts = load_prompts(None, TextCodec(folder))  # in the chat template: some answers to raw questions are empty
     slots = slots_needed(prompts, CHECK_TOKENS)
-    drafter = create(draft, model, 2 * slots)
+    drafter = create(draft.model_copy(update={"compile": False}), model, 2 * slots)
     runner = ModelRunner(load_model(folder, model), slots)
     tally = Tally()
     Rounds(runner, drafter, CHECK_TOKENS).answer(prompts, draft.growth.num_draft_tokens, tally)

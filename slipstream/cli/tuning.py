@@ -255,7 +255,7 @@ def _as_yaml(config: Config, best: Measured, gain: float, comparison: Compared |
     settings = {
         "model": config.model.model_dump(mode="json"),
         "draft": config.draft.model_dump(mode="json", include={"drafter", "model", "dtype", "device", "token_map",
-                                                                 "quantize"})
+                                                                 "quantize", "compile"})
         | {"growth": best.growth.model_dump(mode="json")} | ({} if comparison is None else
                                                                  {"run_ahead": comparison.run_ahead}),
         # Enough for its trees; prompt lookup may propose longer chains.

@@ -6,9 +6,9 @@ It knows nothing about how a network works.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 
@@ -23,7 +23,7 @@ from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.drafting.heads.mtp import DecoderLayers, Layers, MtpNetwork
 from slipstream.drafting.heads.mtp_checkpoint import OWN_EMBEDDING, OWN_LM_HEAD, MtpHead, read_mtp
 from slipstream.drafting.heads.target_checkpoint import TargetCheckpoint
-from slipstream.drafting.network import Network, some_tokens
+from slipstream.drafting.network import Network, run_network, some_tokens
 from slipstream.drafting.neural import NeuralDrafter, TreeBackend
 from slipstream.drafting.standalone import AT_ONCE, Masks, StandaloneNetwork
 from slipstream.drafting.token_map import load_token_map
@@ -34,6 +34,7 @@ from slipstream.engine.graphs import CudaCapture
 from slipstream.engine.int8 import check_int8
 from slipstream.engine.loading import load_model
 from slipstream.engine.model import Fields, ModelConfig, device_of, dtype_of, explain_out_of_memory, warn_unread
+from slipstream.engine.ops.compiled import compiled
 from slipstream.engine.ops.fused import operations_for, rounding_for
 from slipstream.engine.ops.layer import TORCH, LayerOps, Linear, layer_shapes
 from slipstream.engine.ops.races import race_for
@@ -41,6 +42,7 @@ from slipstream.engine.runner import ModelRunner
 from slipstream.models.folder import read_json, resolve, tokenizer_size
 from slipstream.observe.log import logger
 
+N = TypeVar("N", bound=Network)
 REPEATED = (OWN_EMBEDDING, OWN_LM_HEAD)
 QUANTIZED = {"fp8": ("block", "eagle2", "eagle3", "standalone"), "int8": ("eagle3", "standalone")}  # drafters that can
 
@@ -55,14 +57,19 @@ def load(section: DraftSection, target: ModelSection, num_slots: int = 0) -> Dra
 
 
 def _check(section: DraftSection, target: ModelSection) -> None:
-    """Raises ModelError for ``quantize`` with a drafter that does not support it."""
+    """Raises ModelError for ``quantize`` or ``compile`` with a drafter that does not support it."""
     quantize, drafters = section.quantize, QUANTIZED.get(section.quantize)
     if drafters is not None and section.drafter not in drafters:
         raise ModelError(f"draft.quantize: {quantize} is for {', '.join(drafters)}; use none with {section.drafter}")
     if quantize == "int8":
-        check_int8("draft.quantize", quantize, section.dtype, section.device, native=target.kernels != "torch")
+        native = target.kernels != "torch" and not section.compile
+        check_int8("draft.quantize", quantize, section.dtype, section.device, native=native)
     if quantize == "fp8":
+        if section.compile:
+            raise ModelError("draft.quantize: it is for drafters without compile")
         check_fp8(dtype_of(section.dtype), device_of(section.device))
+    if section.compile and section.drafter == "block":
+        raise ModelError("draft.compile: it is not for block")
 
 
 def _standalone(section: DraftSection, target: ModelSection, num_slots: int) -> Drafter:
@@ -72,7 +79,7 @@ def _standalone(section: DraftSection, target: ModelSection, num_slots: int) -> 
     known, vocabulary = tokenizer_size(folder), _token_map(section, config.vocab_size)
     own = ModelSection(dtype=section.dtype, device=section.device, kernels=_kernels(target),
                        quantize="none" if section.quantize == "auto" else section.quantize)
-    model = load_model(folder, own)
+    model = load_model(folder, own, compile_layers=section.compile)
     num_slots = _num_slots(section, config, num_slots)
     masks = _masks(folder, config, section.growth.num_steps - 1, num_slots)
     race = race_for(own.kernels, config, model.device) if vocabulary is None else None
@@ -106,13 +113,14 @@ def _eagle(section: DraftSection, model: ModelSection, num_slots: int) -> Drafte
     head = (read_head(folder, target) if section.drafter == "eagle3" else
             read_eagle2_head(folder, target, _token_map(section, TargetCheckpoint.of(target).vocab_size)))
     device, num_slots = device_of(section.device), _num_slots(section, head.config, num_slots)
-    ours = ("native" if section.quantize == "int8" else "torch" if section.quantize == "fp8" else _kernels(model))
-    graphs = device.type == "cuda" and not (head.joint or head.config.sliding_window)
+    ours = ("native" if section.quantize == "int8" else "torch" if section.compile or section.quantize == "fp8"
+            else _kernels(model))
+    graphs = device.type == "cuda" and not (section.compile or head.joint or head.config.sliding_window)
     spare = spare_slots(section.growth.topk, section.growth.num_steps - 1) if graphs else 0
     race = race_for(_kernels(model), head.config, device, some_tokens(head.vocabulary, head.config.vocab_size, device))
-    network = EagleNetwork(head, section.dtype, device, num_slots, True, _layer_ops(section, model, head.config),
-                           kernels=ours, spare_slots=spare, to_int8=section.quantize in ("auto", "int8"),
-                           cores=0 if model.threads else cores(), race=race)
+    network = _ready(section, model, lambda ops: EagleNetwork(
+        head, section.dtype, device, num_slots, True, ops, kernels=ours, spare_slots=spare,
+        to_int8=section.quantize in ("auto", "int8"), cores=0 if model.threads else cores(), race=race), head.config)
     _quantized(section, model, network.linears(), head.config)
     return _drafter(section, network, network.native if network.native is not None
                     else _graphs(section, network) if spare else None)
@@ -123,8 +131,8 @@ def _block(section: DraftSection, model: ModelSection, num_slots: int) -> Drafte
     head = read_block_head(resolve(section.model), resolve(model.path))
     device, num_slots = device_of(section.device), _num_slots(section, head.config, num_slots)
     kernels = "torch" if section.quantize == "fp8" else _kernels(model)
-    ops = _layer_ops(section, model, head.config)
-    network = BlockNetwork(head, section.dtype, device, num_slots, True, ops, kernels)
+    network = _ready(section, model, lambda ops: BlockNetwork(
+        head, section.dtype, device, num_slots, True, ops, kernels), head.config)
     _quantized(section, model, network.linears(), head.config)
     return _drafter(section, network)
 
@@ -135,10 +143,17 @@ def _mtp(section: DraftSection, model: ModelSection, num_slots: int) -> Drafter:
     target = resolve(model.path)
     head = read_mtp(resolve(section.model) if section.model else target, target)
     vocabulary = _token_map(section, head.vocab_size)
-    ops = TORCH if head.layout.on_transformers else _layer_ops(section, model, ModelConfig.from_folder(head.folder))
-    layers = mtp_layers(head, section.dtype, section.device, ops)
-    num_slots = _num_slots(section, layers.config, num_slots)
-    return _drafter(section, MtpNetwork(head, layers, section.dtype, num_slots, vocabulary))
+
+    def build(ops: LayerOps) -> Network:
+        layers = mtp_layers(head, section.dtype, section.device, ops)
+        return MtpNetwork(head, layers, section.dtype, _num_slots(section, layers.config, num_slots), vocabulary)
+
+    if head.layout.on_transformers:
+        if section.compile:
+            logger("draft").warning("not compiled: these layers run on transformers; eager goes on",
+                                    what=section.drafter)
+        return _drafter(section, build(TORCH))
+    return _drafter(section, _ready(section, model, build, ModelConfig.from_folder(head.folder)))
 
 
 def mtp_layers(head: MtpHead, dtype: str, device: str, ops: LayerOps = TORCH) -> Layers:
@@ -165,9 +180,11 @@ def _kernels(target: ModelSection) -> Literal["auto", "torch"]:
     return "torch" if target.kernels == "torch" else "auto"
 
 
-def _layer_ops(section: DraftSection, target: ModelSection, config: ModelConfig) -> LayerOps:
+def _ready(section: DraftSection, target: ModelSection, build: Callable[[LayerOps], N], config: ModelConfig) -> N:
     """config: of the layers."""
-    return operations_for(_kernels(target), config, dtype_of(section.dtype), device_of(section.device))
+    if section.compile:
+        return compiled(build, run_network, section.drafter)
+    return build(operations_for(_kernels(target), config, dtype_of(section.dtype), device_of(section.device)))
 
 
 def _quantized(section: DraftSection, target: ModelSection, linears: Iterable[Linear], config: ModelConfig) -> None:

@@ -138,7 +138,7 @@ def check_int8(field: str, quantize: str, dtype: str, device: str, *, native: bo
                          "prepared from")
     if not native or dtype != "bfloat16" or torch.device(device).type != "cpu":
         raise ModelError(f"{field}: int8 is for the CPU kernels of our own: kernels native or auto, engine decoder, "
-                         f"dtype bfloat16 and device cpu; here are {dtype} and {device}")
+                         f"dtype bfloat16 and device cpu, without compile; here are {dtype} and {device}")
 
 
 def _dtype_name(tensor: torch.Tensor) -> str:

@@ -22,12 +22,14 @@ import torch
 from slipstream import __version__
 from slipstream.base.config import ModelSection
 from slipstream.base.errors import ModelError
+from slipstream.engine.batch import rows_batch
 from slipstream.engine.decoder import WHOLE, Decoder, Split, unread_names
 from slipstream.engine.flashinfer import FlashInferAttention, attention_for
 from slipstream.engine.fp8 import with_fp8
 from slipstream.engine.fp8_blocks import FIELD
 from slipstream.engine.graphs import CudaCapture, GraphedDecoder
 from slipstream.engine.int8 import check_floats, check_int8, holds_int8, with_embedding
+from slipstream.engine.kv import KVPool
 from slipstream.engine.model import (
     CausalModel,
     ModelConfig,
@@ -43,9 +45,11 @@ from slipstream.engine.model import (
 from slipstream.engine.native import native_or
 from slipstream.engine.native.decoder import NativeDecoder
 from slipstream.engine.native.program import Team
+from slipstream.engine.ops.compiled import compiled
 from slipstream.engine.ops.fused import operations_for, rounding_for
 from slipstream.engine.trial import Sessions
 from slipstream.models.folder import code_digest
+from slipstream.observe.log import logger
 from slipstream.protocol.identity import Identity
 from slipstream.protocol.tree import DraftTree
 
@@ -55,24 +59,26 @@ CHOICE_PACKAGES = ("choosing", "engine", "grammar")
 
 
 @explain_out_of_memory("the model")
-def load_model(folder: str | Path, section: ModelSection) -> CausalModel:
+def load_model(folder: str | Path, section: ModelSection, compile_layers: bool = False) -> CausalModel:
     """The model in ``folder``, ready, with the settings of ``section`` except its path and tensor_parallel.
-    Raises ModelError."""
+    compile_layers: see ``compiled``. Raises ModelError."""
     stored_int8, native_required = holds_int8(folder), section.kernels == "native"
     int8 = stored_int8 or section.quantize == "int8"
-    native_allowed = section.engine == "decoder" and section.kernels != "torch"
+    native_allowed = section.engine == "decoder" and not compile_layers and section.kernels != "torch"
     if int8:
         check_int8("model.quantize", section.quantize, section.dtype, section.device, native=native_allowed)
-    elif section.quantize == "fp8" and (native_required or section.engine != "decoder"):
-        raise ModelError("model.quantize: fp8 is for engine decoder, without kernels native")
+    elif section.quantize == "fp8" and (native_required or section.engine != "decoder" or compile_layers):
+        raise ModelError("model.quantize: fp8 is for engine decoder, without kernels native and without compile")
     if native_required and not (native_allowed and section.dtype == "bfloat16"
                                 and torch.device(section.device).type == "cpu"):
-        raise ModelError("model.kernels: native is for dtype bfloat16, device cpu and engine decoder; float32 and "
-                         "float64 need no such kernels")
+        raise ModelError("model.kernels: native is for dtype bfloat16, device cpu and engine decoder, without compile; "
+                         "float32 and float64 need no such kernels")
     if section.engine == "hf":
         if fp8_block(folder) is not None:
             raise ModelError(f"{Path(folder) / 'config.json'}: {FIELD}: fp8 in blocks is read by engine decoder alone; "
                              "take the model's folder without quantisation")
+        if compile_layers:
+            logger("engine").warning("not compiled: engine hf has no compiled layers; eager goes on")
         # transformers takes seconds to import, which the default engine need not pay.
         from slipstream.engine.hf import HFModel
 
@@ -90,7 +96,7 @@ def load_model(folder: str | Path, section: ModelSection) -> CausalModel:
 
     with of_folder(folder):
         model = native_or(choice, dtype, device, "model", native,
-                          partial(torch_decoder, config, tensors, dtype, device, section))
+                          partial(torch_decoder, config, tensors, dtype, device, section, compile_layers))
     return check_exact(model) if native_required else model
 
 
@@ -117,14 +123,22 @@ def graphed(model: CausalModel, all_agree: Callable[[bool], bool] = bool) -> Cau
 
 
 def torch_decoder(config: ModelConfig, tensors: Tensors, dtype: torch.dtype, device: torch.device,
-                  section: ModelSection, split: Split = WHOLE) -> Decoder:
+                  section: ModelSection, compile_layers: bool = False, split: Split = WHOLE) -> Decoder:
     """A decoder on torch, with the kernels and the quantisation of ``section``. config: of the rank's part, if there is
     a ``split``; tensors: of the whole model."""
-    decoder = Decoder(config, tensors, dtype, device, operations_for(section.kernels, config, dtype, device),
-                      attention_for(config, dtype, device), split)
+    make = partial(Decoder, config, tensors, dtype, device, attention=attention_for(config, dtype, device), split=split)
+    decoder = (compiled(lambda ops: make(ops=ops), _warm_up, "model") if compile_layers
+               else make(ops=operations_for(section.kernels, config, dtype, device)))
     if section.quantize == "fp8":
         return with_fp8(decoder, rounding_for(section.kernels, config, device))
     return decoder
+
+
+def _warm_up(decoder: Decoder, rows: int) -> None:
+    """One forward of ``rows`` rows on a pool made for it."""
+    config = decoder.config
+    pool = KVPool(config.num_layers, rows, config.num_kv_heads, config.head_dim, decoder.dtype, decoder.device)
+    decoder.forward(rows_batch(np.arange(rows), decoder.device), pool)
 
 
 def check_exact(model: CausalModel) -> CausalModel:

@@ -19,10 +19,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
+from torch import library
 
 from slipstream.engine.attention import Attend, Attention
 from slipstream.engine.batch import ForwardBatch
@@ -65,8 +66,27 @@ class Linear:
             return y if self._bias is None else y.add_(self._bias)
         if not self._packed:
             return F.linear(x, self._weight, self._bias)
-        packed: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
-        return packed
+        if torch.compiler.is_compiling():
+            opaque: torch.Tensor = torch.ops.slipstream.packed_linear(x, self._weight, self._bias)
+            return opaque
+        return _packed_linear(x, self._weight, self._bias)
+
+
+def _packed_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return y
+
+
+def _packed_shape(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+# torch.compile takes packed weights only as constants, so compiled code calls this operation of our own instead. It is
+# registered by hand: the wrapper of ``library.custom_op`` makes steps measurably slower.
+_OPERATIONS: Any = library.Library("slipstream", "DEF")  # type: ignore[no-untyped-call]
+_OPERATIONS.define("packed_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+_OPERATIONS.impl("packed_linear", _packed_linear, "CompositeExplicitAutograd")
+library.register_fake("slipstream::packed_linear", _packed_shape, lib=_OPERATIONS)
 
 
 def _packs(dtype: torch.dtype) -> bool:
