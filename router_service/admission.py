@@ -407,9 +407,9 @@ class PoolFallback:
         if not answer.speculates or not answer.drafted:
             beliefs.budget.earn(piece.verify_s, len(self._followed))
             return
-        # A chain is the shallowest tree of so many nodes that can have had what was accepted.
-        round_ = Round(piece.drafted, min(piece.accepted, piece.drafted), piece.drafted, piece.verify_s, piece.wait_s,
-                       late=piece.late, plain_s=piece.plain_s)
+        # Which nodes were accepted is not told: they count as a chain.
+        round_ = Round(piece.drafted, min(piece.accepted, piece.drafted), piece.verify_s, piece.wait_s, late=piece.late,
+                       plain_s=piece.plain_s)
         self._apply(self._policy.observe(now_s, round_))
 
     def _learn_costs(self, piece: Piece) -> None:

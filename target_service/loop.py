@@ -366,8 +366,8 @@ class TargetWorker:
             tokens, finish = sequence.cut(new_tokens)
             sequences.append(sequence)
             batch.append(Verified(sequence.number, tokens, len(outcome.tree) - 1,
-                                  min(len(new_tokens) - 1, len(tokens)), outcome.depth, finish, feature_rows,
-                                  sequence.forced(finish), outcome.verdict.path[1:]))
+                                  min(len(new_tokens) - 1, len(tokens)), finish, feature_rows,
+                                  sequence.forced(finish), outcome.ranks))
         self._kv.send_prompt_rows(result.prefilled)  # before the rows of tokens that follow the prompt
         records = self.following.committed(batch, result.step)
         self._kv.send_prompt_rows(sequence for sequence, verified in zip(sequences, batch, strict=True)

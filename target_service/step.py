@@ -295,7 +295,7 @@ class Outcome(NamedTuple):
     sequence: Sequence
     tree: DraftTree
     verdict: Verdict
-    depth: int  # of the tree
+    ranks: abc.Sequence[int] | None  # of the accepted nodes; None: the tree is a chain
     logprobs: tuple[TokenLogprob, ...]
     lossy: bool = False  # thresholds were applied
     lenient: int = 0  # tokens taken though the target chose others
@@ -442,10 +442,11 @@ def _outcomes(trees: Trees, levels: abc.Sequence[list[int]], choice_rows: list[C
         path = verdict.path
         if lossy:
             lenient = sum(target_choices[node] != token for node, token in zip(path, verdict.tokens, strict=True))
+        ranks = None if max(level) == len(level) - 1 else path[1:]
         num_top = sequence.request.top_logprobs
         logprobs = () if num_top is None else tuple(
             chosen_logprobs(logits, choice_rows[place], path, verdict.tokens, num_top, sequence.request.logprobs_mode))
-        outcomes.append(Outcome(sequence, tree, verdict, max(level), logprobs, lossy, lenient))
+        outcomes.append(Outcome(sequence, tree, verdict, ranks, logprobs, lossy, lenient))
         first = end
     return outcomes
 

@@ -111,7 +111,7 @@ class Simulation:
         self.beliefs.costs.observe(others + 1 + drafted, verify_s)
         took_s, self._took_s = self._took_s, None
         self.rounds.append((self.now_s, wait_s + verify_s, (1 + accepted) * plain_s, drafted))
-        self.note(policy.observe(self.now_s, Round(drafted, accepted, drafted, verify_s, wait_s, others + 1 + drafted,
+        self.note(policy.observe(self.now_s, Round(drafted, accepted, verify_s, wait_s, others + 1 + drafted,
                                                    late, exchange_s=took_s)))
 
     def _ask(self, decision: Decision) -> None:

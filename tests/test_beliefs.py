@@ -13,7 +13,7 @@ from slipstream.decision.policy import PROBE_AFTER_S, SpeculationPolicy
 from slipstream.following.chains import GUESSED_COSTS
 
 STEP_S = 0.010
-GOOD = Round(4, 4, 4, STEP_S, 0.0, exchange_s=0.002)
+GOOD = Round(4, 4, STEP_S, 0.0, exchange_s=0.002)
 
 
 def free() -> Beliefs:
@@ -100,14 +100,14 @@ def test_one_tree_shows_what_smaller_trees_would_have_given() -> None:
     for _ in range(2000):
         first = dice.random()
         ranks = [1, 3] if first < 0.4 else [1] if first < 0.6 else [2] if first < 0.7 else []
-        acceptance.observe(16, len(ranks), 5, ranks)
+        acceptance.observe(16, len(ranks), ranks)
     for belief in (acceptance, acceptance.inherit()):
         expected = belief.expected(16)
         assert expected[1] == pytest.approx(0.6, abs=0.2) and expected[3] == pytest.approx(1.1, abs=0.25)
         assert expected[16] - expected[3] < 0.05
     heir = acceptance.inherit()
     for _ in range(20):
-        heir.observe(2, 2, 2, (1, 2))
+        heir.observe(2, 2, (1, 2))
     assert heir.expected(3)[3] > acceptance.expected(3)[3] + 0.4, "in an easier text further nodes are better, too"
 
 
@@ -144,7 +144,7 @@ def test_what_reading_takes_on_a_machine_that_was_busy_at_start_does_not_forbid_
             nodes = policy.decide(RoundInputs(followed=True, context=context)).verify
             seconds = STEP_S + nodes * read_s * context
             costs.observe(1 + nodes, seconds, nodes * context)
-            policy.observe(0.0, Round(nodes, nodes, nodes, seconds, 0.0, exchange_s=0.001 if nodes else None))
+            policy.observe(0.0, Round(nodes, nodes, seconds, 0.0, exchange_s=0.001 if nodes else None))
     assert costs.cost(5, 4 * context) == pytest.approx(STEP_S + 4 * read_s * context, rel=0.1)
     for _ in range(20_000):  # short texts say nothing about it
         costs.steps(1, 7)
@@ -155,10 +155,10 @@ def test_what_reading_takes_on_a_machine_that_was_busy_at_start_does_not_forbid_
 def test_a_drafter_that_was_good_is_soon_believed_to_be_bad() -> None:
     acceptance = Acceptance()
     for _ in range(100):
-        acceptance.observe(4, 4, 4)
+        acceptance.observe(4, 4)
     assert acceptance.tokens(4) > 3.4
     for _ in range(60):
-        acceptance.observe(4, 0, 4)
+        acceptance.observe(4, 0)
     assert acceptance.tokens(4) < 0.7
 
 
@@ -178,7 +178,7 @@ def test_who_often_has_nothing_to_propose_is_not_waited_for_long() -> None:
         policy = SpeculationPolicy(PolicySection(max_nodes=4), beliefs)
         for turn in range(2000):
             drafted = 0 if rare and turn % 10 else 4
-            policy.observe(0.0, Round(drafted, drafted, drafted, STEP_S, 0.020))
+            policy.observe(0.0, Round(drafted, drafted, STEP_S, 0.020))
         beliefs.budget.left_s = 0.0
         assert (policy.decide(RoundInputs(followed=True)).wait_s == 0.0) is rare
         beliefs.acceptance[False].num_texts = FIRST_TEXTS
@@ -196,7 +196,7 @@ def test_an_answer_that_drafts_nothing_does_not_use_up_a_guess(end: str) -> None
     if end == "forbidden":
         policy.forbid(0.0)
     elif end != "closed":
-        policy.observe(0.0, GOOD if end == "drafted" else Round(0, 0, 0, STEP_S, 0.002))
+        policy.observe(0.0, GOOD if end == "drafted" else Round(0, 0, STEP_S, 0.002))
     policy.close()
     assert beliefs.budget.left_s == pytest.approx(1.0 if end in ("closed", "forbidden") else 1.0 - paid_s, abs=0.01)
 
@@ -229,7 +229,7 @@ def test_a_draft_that_comes_ends_no_probe_of_one_that_answers() -> None:
     (0, 0.004, "acceptance_low"), (2, 0.060, "draft_timeout")])
 def test_who_is_wrong_and_who_is_slow_are_told_apart(accepted: int, exchange_s: float, reason: str) -> None:
     policy = SpeculationPolicy(PolicySection(max_nodes=4), free())
-    told = [policy.observe(turn * 0.050, Round(4, accepted, 4, STEP_S, exchange_s)) for turn in range(60)]
+    told = [policy.observe(turn * 0.050, Round(4, accepted, STEP_S, exchange_s)) for turn in range(60)]
     assert [transition.reason for transition in told if transition is not None][:1] == [reason]
 
 

@@ -69,14 +69,15 @@ def by_tree(one: Followed, tree: DraftTree) -> Verified:
     tokens = one.side.tokens
     choices = [chosen([*tokens, *[tree.tokens[at] for at in tree.path(node)[1:]]]) for node in range(len(tree))]
     verdict = walk(tree, choices)
-    return Verified(one.session, verdict.tokens, len(tree) - 1, verdict.num_accepted, max(tree.levels()))
+    return Verified(one.session, verdict.tokens, len(tree) - 1, verdict.num_accepted,
+                    ranks=None if tree.is_chain else verdict.path[1:])
 
 
 def by_chain(one: Followed, tree: DraftTree) -> Verified:
     tokens, chain, taken = one.side.tokens, one.chain(4), list[int]()
     while len(taken) < len(chain) and chosen([*tokens, *taken]) == chain[len(taken)]:
         taken.append(chain[len(taken)])
-    return Verified(one.session, (*taken, chosen([*tokens, *taken])), len(chain), len(taken), len(chain))
+    return Verified(one.session, (*taken, chosen([*tokens, *taken])), len(chain), len(taken))
 
 
 @dataclass(eq=False)
@@ -212,7 +213,7 @@ def test_no_draft_is_wanted_for_a_last_token() -> None:
     target.flush()
     assert one.link is None and [item.session for item in link.items] == [2], "nobody reads a prompt for nothing"
     assert two.should_wait(0.0)
-    target.committed([Verified(2, (5,), 0, 0, 0)], Step(0.0, STEP_S, 1, 1))
+    target.committed([Verified(2, (5,), 0, 0)], Step(0.0, STEP_S, 1, 1))
     target.flush()
     assert [type(item) for item in link.items] == [Open, Commit, Close] and not two.should_wait(STEP_S)
 
@@ -236,7 +237,7 @@ def test_rows_are_asked_for_and_sent_in_order() -> None:
     one.send_rows(0, count, states[:count].tobytes())
     assert one.missing_rows_from(count) is None and one.missing_rows_from(count + 1) == count
     newest = states[count : count + 1].tobytes()
-    target.committed([Verified(1, (5,), 0, 0, 0, rows=newest)], Step(0.0, STEP_S, 1, 1))
+    target.committed([Verified(1, (5,), 0, 0, rows=newest)], Step(0.0, STEP_S, 1, 1))
     target.close(one)
     target.flush()
     kinds = [type(item) for item in link.items]
@@ -413,7 +414,7 @@ def test_who_has_no_drafter_keeps_nobody_else_from_being_grown_ahead(gone: str) 
         target.link_up(Heard(), SILENT)
         target.link_down(links[1], "cut")
         target.inbox.drain()
-    target.committed([Verified(one.session, (5,), 0, 0, 0) for one in kept], Step(1.0, STEP_S, 2, 2))
+    target.committed([Verified(one.session, (5,), 0, 0) for one in kept], Step(1.0, STEP_S, 2, 2))
     target.flush()
     assert [item.ahead for item in links[0].items if isinstance(item, Commit)] == [True, True]
 
@@ -427,7 +428,7 @@ def test_a_draft_that_went_often_is_tried_as_soon_as_it_is_back() -> None:
 
     def follows(at_s: float) -> bool:
         world.now_s = at_s
-        target.committed([Verified(1, (5,), 0, 0, 0)], Step(at_s - STEP_S, STEP_S, 1, 1))
+        target.committed([Verified(1, (5,), 0, 0)], Step(at_s - STEP_S, STEP_S, 1, 1))
         return one.link is link
 
     for gone_s in (40.0, 80.0, 120.0, 160.0):
@@ -451,7 +452,7 @@ def test_a_lease_that_ends_in_a_long_prompt_costs_no_speculation() -> None:
     target.received(link, [Drop(1, "expired")], [])
     target.inbox.drain()
     assert one.link is None and one.policy.mode is Mode.SPECULATE
-    target.committed([Verified(1, (5,), 0, 0, 0)], Step(60.0, STEP_S, 1, 1))
+    target.committed([Verified(1, (5,), 0, 0)], Step(60.0, STEP_S, 1, 1))
     target.flush()
     assert one.link is link and [type(item) for item in link.items] == [Open, Open]
     target.received(link, [Drop(1, "expired")], [])
@@ -467,7 +468,7 @@ def test_a_drop_that_crossed_a_new_opening_leaves_it_open() -> None:
     one = target.open(1, PROMPT, len(PROMPT), Sampling(), 100)
     target.begin([one], 0.0)
     one.pause()
-    target.committed([Verified(1, (5,), 0, 0, 0)], Step(1.0, STEP_S, 1, 1))  # it is opened again
+    target.committed([Verified(1, (5,), 0, 0)], Step(1.0, STEP_S, 1, 1))  # it is opened again
     target.flush()
     assert [type(item) for item in link.items] == [Open, Close, Open]
     target.received(link, [Drop(1, "failed", len(PROMPT))], [])
@@ -493,13 +494,13 @@ def test_the_time_that_an_answer_was_put_back_is_no_latency_of_its_drafter() -> 
 
     target.begin([one], 0.0)
     for number in range(3):
-        target.committed([Verified(1, (5,), 0, 0, 0)], Step(float(number), STEP_S, 1, 1))
+        target.committed([Verified(1, (5,), 0, 0)], Step(float(number), STEP_S, 1, 1))
     base = one.side.base
     one.pause()
     target.begin([one], 60.0)
-    target.committed([Verified(1, (5,), 0, 0, 0)], Step(60.0, STEP_S, 1, 1))
+    target.committed([Verified(1, (5,), 0, 0)], Step(60.0, STEP_S, 1, 1))
     assert growth_of(base, 61.0) is None, "it was asked at 2 s, of who was left since"
-    target.committed([Verified(1, (5,), 0, 0, 0)], Step(61.0, STEP_S, 1, 1))
+    target.committed([Verified(1, (5,), 0, 0)], Step(61.0, STEP_S, 1, 1))
     assert growth_of(base + 2, 61.5) == pytest.approx(0.5 - STEP_S)
 
 
@@ -530,7 +531,7 @@ class Reading:
     def step(self, one: Followed) -> bool:
         """A step without drafts. Returns whether the session waits behind it."""
         began_s, self.world.now_s = self.world.now_s, self.world.now_s + STEP_S
-        self.target.committed([Verified(one.session, (5,), 0, 0, 0)], Step(began_s, STEP_S, 1, 1))
+        self.target.committed([Verified(one.session, (5,), 0, 0)], Step(began_s, STEP_S, 1, 1))
         self.target.flush()
         return one.should_wait(self.world.now_s)
 
@@ -612,7 +613,7 @@ def test_a_drafter_that_is_asked_for_nothing_is_not_judged_by_it() -> None:
         at, count = len(one.side.tokens), len(tree) - 1
         assert tree.tokens[1:] == text[at : at + count]
         beside.world.now_s += STEP_S
-        verified = Verified(one.session, tuple(text[at : at + count + 1]), count, count, count)
+        verified = Verified(one.session, tuple(text[at : at + count + 1]), count, count)
         beside.target.committed([verified], Step(began_s, STEP_S, len(tree), 1, count))
         beside.target.flush()
         asked.append(one.decision.num_wanted)

@@ -159,7 +159,7 @@ def test_its_rounds_say_nothing_about_the_drafter() -> None:
     before = policy.decide(RoundInputs(followed=True)).verify
     assert looked_up(policy, [0.95**n for n in range(1, 17)], True)
     for _ in range(50):
-        policy.observe(1.0, Round(8, 0, 8, verify_s=9.4e-3, wait_s=0.0, rows=9, lookup=True))
+        policy.observe(1.0, Round(8, 0, verify_s=9.4e-3, wait_s=0.0, rows=9, lookup=True))
     assert policy.decide(RoundInputs(followed=True)).verify == before and policy.gain == 1.0
 
 

@@ -172,7 +172,7 @@ def test_a_drafter_that_comes_and_goes_is_tried_ever_more_rarely() -> None:
     policy, _ = policy_of(PROFILE)
     lost_s = []
     for now_s in np.arange(0.0, 60.0, 0.01):
-        policy.observe(now_s, Round(0, 0, 0, 0.01, 0.0, 1))
+        policy.observe(now_s, Round(0, 0, 0.01, 0.0, 1))
         if decided(policy).num_wanted:
             policy.drafter_lost(now_s)
             policy.drafter_ready(now_s)
@@ -185,7 +185,7 @@ def test_an_incompatible_drafter_is_not_tried_again_soon() -> None:
     transition = policy.drafter_lost(1.0, "incompatible")
     assert transition is not None and transition.reason == "incompatible"
     for now_s in np.arange(1.0, PROBE_MAX_S, 0.1):
-        policy.observe(now_s, Round(0, 0, 0, 0.01, 0.0, 1))
+        policy.observe(now_s, Round(0, 0, 0.01, 0.0, 1))
         assert not policy.probing
 
 
@@ -211,7 +211,7 @@ def test_a_prompt_in_the_step_is_no_crowd() -> None:
     policy, beliefs = policy_of({1: 0.010, 512: 0.100})
     for now_s in np.arange(0.0, 5.0, 0.06):
         decided(policy, others=1)
-        policy.observe(now_s, Round(4, 1, 4, beliefs.costs.cost(262), 0.0, 262))
+        policy.observe(now_s, Round(4, 1, beliefs.costs.cost(262), 0.0, 262))
     assert policy.mode is Mode.SPECULATE and policy.gain > 1
 
 
@@ -220,11 +220,11 @@ def test_overload_is_left_for_plain() -> None:
     transitions = []
     for now_s in np.arange(0.0, 2.0, 0.03):
         assert decided(policy, others=63).verify == 0
-        transitions.append(policy.observe(now_s, Round(0, 0, 0, 0.03, 0.0, 64)))
+        transitions.append(policy.observe(now_s, Round(0, 0, 0.03, 0.0, 64)))
     (transition,) = [t for t in transitions if t is not None]
     assert (transition.after, transition.reason) == (Mode.PLAIN, "overload")
     for now_s in np.arange(2.0, 100.0, 0.03):
-        policy.observe(now_s, Round(0, 0, 0, 0.03, 0.0, 64))
+        policy.observe(now_s, Round(0, 0, 0.03, 0.0, 64))
         assert not policy.probing
 
 
@@ -291,9 +291,9 @@ def test_the_router_feeds_rounds_of_many_answers_with_its_own_plain_time() -> No
         chance = 0.8 if now_s < 10 or now_s > 30 else 0.0
         if policy.mode is Mode.SPECULATE or policy.probing:
             accepted = int(np.argmin(np.append(rng.random(4) < chance, False)))
-            policy.observe(now_s, Round(4, accepted, 4, 0.013, 0.002, plain_s=0.010))
+            policy.observe(now_s, Round(4, accepted, 0.013, 0.002, plain_s=0.010))
         else:
-            policy.observe(now_s, Round(0, 0, 0, 0.010, 0.0, plain_s=0.010))
+            policy.observe(now_s, Round(0, 0, 0.010, 0.0, plain_s=0.010))
         modes.append(policy.mode)
     assert modes[1900] is Mode.SPECULATE and modes[2400] is Mode.SHADOW and modes[5000] is Mode.PLAIN
     assert modes[-1] is Mode.SPECULATE
@@ -317,24 +317,15 @@ def test_acceptance_is_censored_at_what_was_offered() -> None:
     acceptance = Acceptance()
     deep = [acceptance.tokens(8)]
     for _ in range(50):
-        acceptance.observe(drafted=2, accepted=2, depth=2)
+        acceptance.observe(drafted=2, accepted=2)
         deep.append(acceptance.tokens(8))
     assert deep == sorted(deep)
     for _ in range(50):
-        acceptance.observe(drafted=4, accepted=2, depth=4)
+        acceptance.observe(drafted=4, accepted=2)
     assert acceptance.tokens(2) > 1.8 and acceptance.tokens(8) == pytest.approx(acceptance.tokens(3), abs=0.1)
     before = acceptance.tokens(8)
-    acceptance.observe(drafted=0, accepted=0, depth=0)
+    acceptance.observe(drafted=0, accepted=0)
     assert acceptance.tokens(8) == before
-
-
-def test_acceptance_of_a_tree_is_by_level() -> None:
-    chain, tree = Acceptance(), Acceptance()
-    for _ in range(100):
-        chain.observe(drafted=4, accepted=2, depth=4)
-        tree.observe(drafted=16, accepted=2, depth=4)
-    assert tree.tokens(16) == pytest.approx(chain.tokens(4), abs=0.05)
-    assert tree.tokens(4) < chain.tokens(4)
 
 
 def short_answers(world: World, count: int, beliefs: Beliefs, seed: int, told: bool = True) -> list[float]:
@@ -379,14 +370,14 @@ def test_what_others_wait_for_our_rows_counts() -> None:
     costs = beliefs.costs
     for now_s in np.arange(0.0, 0.3, 0.03):
         decided(policy, others=15)
-        policy.observe(now_s, Round(4, 1, 4, costs.cost(20), 0.0, 20))
+        policy.observe(now_s, Round(4, 1, costs.cost(20), 0.0, 20))
     alone = 2 * costs.cost(16) / costs.cost(20)
     assert alone > 1.5 and policy.gain == pytest.approx(2 * 0.025 / (0.025 + 16 * 0.004))
 
 
 def test_silence_is_noticed_even_when_the_waits_are_cheap() -> None:
     policy, _ = policy_of(PROFILE)
-    seen = [policy.observe(now_s, Round(0, 0, 0, 0.01, 1e-4, 1, late=True)) for now_s in np.arange(0.0, 1.0, 0.01)]
+    seen = [policy.observe(now_s, Round(0, 0, 0.01, 1e-4, 1, late=True)) for now_s in np.arange(0.0, 1.0, 0.01)]
     (transition,) = [t for t in seen if t is not None]
     assert (transition.after, transition.reason) == (Mode.SHADOW, "draft_timeout")
 
@@ -395,10 +386,10 @@ def test_reading_the_prompt_says_nothing_about_exchanges() -> None:
     """A drafter's first answer comes late, as it reads the whole prompt before: others must not be given up for it."""
     first, beliefs = policy_of({1: 0.015, 64: 0.060})
     costs, latency = beliefs.costs, beliefs.latency
-    first.observe(0.1, Round(4, 0, 4, costs.cost(5), 0.2, 5, exchange_s=0.2, first_exchange=True))
+    first.observe(0.1, Round(4, 0, costs.cost(5), 0.2, 5, exchange_s=0.2, first_exchange=True))
     assert latency.mean_s is None
     assert decided(SpeculationPolicy(CONFIG, beliefs)).wait_s > 0.0
-    first.observe(0.2, Round(4, 2, 4, costs.cost(5), 0.005, 5, exchange_s=0.005))
+    first.observe(0.2, Round(4, 2, costs.cost(5), 0.005, 5, exchange_s=0.005))
     assert latency.mean_s == 0.005
 
 
@@ -432,7 +423,7 @@ def test_a_tree_that_is_not_worth_a_wait_is_not_waited_for() -> None:
     beliefs.latency.observe(0.200)
     slow = decided(policy)
     assert slow.wait_s == 0.0 and slow.why == "too slow" and slow.num_wanted, "on a device of its own it costs nobody"
-    plain = Round(0, 0, 0, beliefs.costs.cost(1), 0.0, 1)
+    plain = Round(0, 0, beliefs.costs.cost(1), 0.0, 1)
     tries = sum(decided(policy).wait_s > 0.0 or policy.observe(now_s, plain) is not None
                 for now_s in np.arange(0.0, 30.0, 0.008))
     assert tries > 0, "it is tried again once that is cheap"
@@ -444,7 +435,7 @@ def test_a_tree_that_is_not_worth_a_wait_is_not_waited_for() -> None:
 def test_what_is_waited_for_in_vain_may_still_come() -> None:
     policy, beliefs = policy_of({1: 0.008, 64: 0.030}, exchange_s=0.004, shared=True)
     assert decided(policy).num_wanted
-    policy.observe(30.0, Round(0, 0, 0, beliefs.costs.cost(1), 0.02, 1, late=True))
+    policy.observe(30.0, Round(0, 0, beliefs.costs.cost(1), 0.02, 1, late=True))
     still = decided(policy)
     assert still.num_wanted and still.wait_s == 0.0
 
@@ -453,10 +444,10 @@ def test_no_tree_is_asked_for_in_the_round_that_measures_a_plain_step() -> None:
     policy, beliefs = policy_of({1: 0.008, 64: 0.0080001}, exchange_s=0.001)
     for _ in range(PLAIN_EVERY):
         assert decided(policy).num_wanted
-        policy.observe(0.0, Round(4, 3, 3, beliefs.costs.cost(5), 0.001, 5))
+        policy.observe(0.0, Round(4, 3, beliefs.costs.cost(5), 0.001, 5))
     plain = decided(policy)
     assert not plain.num_wanted and plain.wait_s == 0.0 and plain.why == "measures plain" and plain.budget_s > 0.0
-    policy.observe(0.0, Round(0, 0, 0, beliefs.costs.cost(1), 0.0, 1))
+    policy.observe(0.0, Round(0, 0, beliefs.costs.cost(1), 0.0, 1))
     again = decided(policy)
     assert again.num_wanted and again.wait_s > 0.0
 
@@ -498,7 +489,7 @@ def test_a_draft_has_to_beat_what_the_text_foretells() -> None:
     policy, beliefs = policy_of({1: 0.008, 64: 0.0400}, exchange_s=0.008, shared=True)
     tokens = 1 + Acceptance().tokens(decided(policy).verify)
     assert decided(policy).num_wanted and tokens > 2
-    text = Round(4, 3, 4, beliefs.costs.cost(5), 0.0, 5, lookup=True)
+    text = Round(4, 3, beliefs.costs.cost(5), 0.0, 5, lookup=True)
     while beliefs.time_value < 1.5:
         policy.observe(0.0, text)
     spent = decided(policy)
@@ -529,8 +520,8 @@ def test_the_first_texts_do_not_judge_for_all_others() -> None:
     a draft is none of them."""
     policy, beliefs = policy_of({1: 0.005, 64: 0.0250}, exchange_s=0.004, shared=True)
     for _ in range(FIRST_TEXTS):
-        SpeculationPolicy(CONFIG, beliefs).observe(0.0, Round(0, 0, 0, beliefs.costs.cost(1), 0.0, 1))
-    missed = Round(4, 0, 3, beliefs.costs.cost(5), 0.004, 5)
+        SpeculationPolicy(CONFIG, beliefs).observe(0.0, Round(0, 0, beliefs.costs.cost(1), 0.0, 1))
+    missed = Round(4, 0, beliefs.costs.cost(5), 0.004, 5)
     for text in range(FIRST_TEXTS):
         policy = SpeculationPolicy(CONFIG, beliefs)
         assert decided(policy).why == "drafts pay", text
@@ -546,7 +537,7 @@ def test_answers_share_their_tries_on_shared_cores() -> None:
     """One answer is over before it could afford a try: what they all save is spent by whoever comes next."""
     policy, beliefs = policy_of({1: 0.008, 64: 0.0080001}, exchange_s=0.100, shared=True)
     costs = beliefs.costs
-    plain, waited = Round(0, 0, 0, costs.cost(1), 0.0, 1), Round(4, 3, 3, costs.cost(5), 0.004, 5)
+    plain, waited = Round(0, 0, costs.cost(1), 0.0, 1), Round(4, 3, costs.cost(5), 0.004, 5)
     rounds = 0
     while not decided(policy := SpeculationPolicy(CONFIG, beliefs)).num_wanted:
         for _ in range(50):
@@ -598,9 +589,9 @@ def test_a_first_exchange_is_not_the_end_of_a_try() -> None:
     policy, beliefs = policy_of({1: 0.008, 64: 0.0080001}, exchange_s=0.100, shared=True)
     costs = beliefs.costs
     while not decided(policy, followed=False).follow:
-        policy.observe(0.0, Round(0, 0, 0, costs.cost(1), 0.0, 1))
+        policy.observe(0.0, Round(0, 0, costs.cost(1), 0.0, 1))
     left_s = beliefs.budget.left_s
-    policy.observe(0.0, Round(4, 0, 4, costs.cost(5), 0.004, 5, first_exchange=True))
+    policy.observe(0.0, Round(4, 0, costs.cost(5), 0.004, 5, first_exchange=True))
     going_on = decided(policy)
     assert going_on.num_wanted and going_on.wait_s > 0.0 and going_on.budget_s == 0.0
     assert beliefs.budget.left_s >= left_s, "the rest of its row is there for others"
@@ -669,7 +660,7 @@ def test_a_probe_that_wins_back_the_wait_for_its_drafter_costs_nothing() -> None
     for exchange_s in (0.1, *[0.004] * 7):
         nodes = decided(policy).verify
         now_s += 0.021 + exchange_s
-        policy.observe(now_s, Round(nodes, 3, 3, 0.021, exchange_s, 1 + nodes, exchange_s=exchange_s,
+        policy.observe(now_s, Round(nodes, 3, 0.021, exchange_s, 1 + nodes, exchange_s=exchange_s,
                                     first_exchange=exchange_s == 0.1))
     assert policy.mode is Mode.SPECULATE
     assert beliefs.budget.left_s >= 0.6, "what the probe may lose is put back whole"
@@ -686,7 +677,7 @@ def answered_by(beliefs: Beliefs, now_s: float, exchange_s: float, rounds: int =
         nodes = decision.verify if wait_s and not late else 0
         now_s += 0.050 + wait_s
         drafted += nodes > 0
-        policy.observe(now_s, Round(nodes, min(3, nodes), min(nodes, 5), 0.050, wait_s, 1 + nodes, late,
+        policy.observe(now_s, Round(nodes, min(3, nodes), 0.050, wait_s, 1 + nodes, late,
                                     exchange_s=exchange_s if nodes else None, first_exchange=first))
     policy.close()
     return now_s, drafted
@@ -718,7 +709,7 @@ def test_four_that_begin_at_once_on_shared_cores_find_out_whether_drafts_pay() -
         spent_s, tried = spent_s + exchange_s, tried + any(waits)
         for policy, waited in zip(four, waits, strict=True):
             drafted = 7 if waited else 0
-            policy.observe(0.0, Round(drafted, min(drafted, 3), min(drafted, 3), 0.010, exchange_s if waited else 0.0,
+            policy.observe(0.0, Round(drafted, min(drafted, 3), 0.010, exchange_s if waited else 0.0,
                                       4 + drafted, exchange_s=exchange_s if waited else None))
     assert all(waits), "exchanges are short, and three of four draft tokens are right"
     assert 0 < tried < 40 and spent_s < 0.1

@@ -23,6 +23,7 @@ from bench.fleet import free_port
 from draft_service.worker import DraftWorker
 from slipstream.base.errors import ConfigError
 from slipstream.drafting.ngram import ORDERS, NgramDrafter
+from slipstream.following.chains import Row
 from slipstream.models.folder import tokenizer_hash
 from slipstream.protocol.messages import PROTOCOL_VERSION, DraftHello, Open, TargetHello
 from slipstream.protocol.tree import DraftTree
@@ -113,14 +114,19 @@ def two() -> list[Request]:
 @pytest.mark.parametrize("synchronous", [True, False], ids=["synchronous", "overlapped"])
 @pytest.mark.parametrize("breadth", [10, 1], ids=["trees", "chains"])
 def test_answers_are_the_engines_own_and_drafts_are_used(known: dict[str, CustomSpecAlgo], folder: Path,
-                                                         synchronous: bool, breadth: int) -> None:
+                                                         synchronous: bool, breadth: int,
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:
     worker = worker_of(known, arguments(folder, disable_overlap_schedule=synchronous, speculative_num_draft_tokens=6,
                                         speculative_ngram_max_bfs_breadth=breadth))
-    requests = two()
+    requests, chains, told = two(), worker.trees.chains, list[Row]()
+    step = chains.step
+    monkeypatch.setattr(chains, "step", lambda rows, *rest: step(told.extend(rows) or rows, *rest))
     with drafted(worker):
         assert play(worker, requests, 45) > 40
     for request in requests:
         assert list(request.output_ids) == plain(len(request.output_ids))
+    trees = [row for row in told if row.ranks is not None]
+    assert bool(trees) == (breadth > 1) and all(len(row.ranks or ()) == len(row.new_tokens) - 1 for row in trees)
 
 
 @pytest.mark.parametrize(("option", "words"), [

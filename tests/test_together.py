@@ -24,7 +24,7 @@ def decided(accepted: tuple[int, ...], exchange_s: float, saved_s: float = 0.0, 
     sessions = [SpeculationPolicy(PolicySection(max_nodes=4), beliefs) for _ in accepted]
     for _ in range(60):
         for one, tokens in zip(sessions, accepted, strict=True):
-            one.observe(0.0, Round(4, tokens, 4, STEP_S, 0.0, rows=5 * len(accepted), exchange_s=exchange_s))
+            one.observe(0.0, Round(4, tokens, STEP_S, 0.0, rows=5 * len(accepted), exchange_s=exchange_s))
     for one in sessions[len(sessions) - forbidden :]:
         one.forbid(0.0)
     beliefs.budget.left_s = saved_s
@@ -95,7 +95,7 @@ def time_by_plain(sessions: int, acceptance: float, row_s: float, exchange_s: fl
         for policy, nodes in zip(policies, drafted, strict=True):
             accepted = next((node for node in range(nodes) if chance.random() > acceptance), nodes)
             tokens += 1 + accepted
-            policy.observe(now_s, Round(nodes, accepted, nodes, step_s, wait_s if nodes else 0.0, rows,
+            policy.observe(now_s, Round(nodes, accepted, step_s, wait_s if nodes else 0.0, rows,
                                         exchange_s=exchange_s if nodes else None))
     return (now_s - began_s) / (tokens * (0.020 / sessions + row_s))
 

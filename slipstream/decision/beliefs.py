@@ -186,9 +186,9 @@ FORGET_AFTER = 512  # steps without one near a row count: then what a guess has 
 FADE_RATE = 0.0005  # of what is believed beyond the profile's shape, or of reading, for each step that does not show it
 BUSY_AT_START = math.log(1.25)  # one of the first steps that takes so much less says that the profile is too high
 MAX_SURPRISE = math.log(4.0)  # one odd step counts as no more than this
-DEPTHS, RANKS = 32, MAX_NODES - 1  # that are told apart: of a chain, of a tree without its root
+NODES = MAX_NODES - 1  # draft tokens that are told apart, by depth or rank
 PRIOR = 0.7  # conditional acceptance of a drafter that nobody has seen yet
-CHAIN = [PRIOR ** rank for rank in range(1, RANKS + 1)]  # the chance of each rank, where all of them are a chain
+CHAIN = [PRIOR ** rank for rank in range(1, NODES + 1)]  # the chance of each rank, where all of them are a chain
 PRIOR_TRIALS = 4.0  # fewer end a good drafter after ten unlucky rounds, with more a poor one comes and goes
 SHARED_TRIALS = 6.0  # what is known from other sessions counts for more than a guess
 FIRST_TEXTS = 4  # of a kind, for which drafts were verified: until then each begins with a guess
@@ -404,21 +404,19 @@ class StepCosts:
 
 
 class Acceptance:
-    """How many of n draft nodes become tokens. Of a chain: the chance of each depth, given that the one above was
-    accepted. Of a tree: the chance of each rank, as its best n nodes are a smaller tree; until ranks were seen, its
-    nodes are spread evenly over its levels."""
+    """How many of n draft nodes become tokens. Of a chain, which a guess is too: the chance of each depth, given that
+    the one above was accepted. Of a tree: the chance of each rank, as its best n nodes are a smaller tree."""
 
-    __slots__ = ("_expected", "_hits", "_keep", "_nodes_per_level", "_prior", "_rank_hits", "_rank_prior",
-                 "_rank_trials", "_trials", "num_texts")
+    __slots__ = ("_expected", "_hits", "_is_tree", "_keep", "_prior", "_rank_hits", "_rank_prior", "_rank_trials",
+                 "_trials", "num_texts")
 
-    def __init__(self, nodes_per_level: float = 1.0, prior: Sequence[float] = (), keep: float = KEEP,
-                 rank_prior: Sequence[float] = ()) -> None:
+    def __init__(self, prior: Sequence[float] = (), keep: float = KEEP, rank_prior: Sequence[float] = ()) -> None:
         """``prior``: the chance of each depth as others have seen it; without it a guess. ``rank_prior``: the same of
         the best node of a tree, the second best and so on."""
-        self._hits = [0.0] * DEPTHS
-        self._trials = [0.0] * DEPTHS
-        self._rank_hits, self._rank_trials = [0.0] * RANKS, [0.0] * RANKS
-        self._nodes_per_level = nodes_per_level
+        self._hits = [0.0] * NODES
+        self._trials = [0.0] * NODES
+        self._rank_hits, self._rank_trials = [0.0] * NODES, [0.0] * NODES
+        self._is_tree = len(rank_prior) > 0  # as a round has shown
         self._prior = prior
         self._rank_prior = rank_prior
         self._keep = keep
@@ -428,61 +426,44 @@ class Acceptance:
     @property
     def observed(self) -> bool:
         """Whether anything was ever observed."""
-        return self._trials[0] > 0.0
-
-    def fresh(self) -> Acceptance:
-        """A belief without experience, in trees of the same shape."""
-        return Acceptance(self._nodes_per_level)
+        return self._trials[0] > 0.0 or self._rank_trials[0] > 0.0
 
     def inherit(self) -> Acceptance:
         """A belief that begins where this one stands."""
-        expected = self.expected(RANKS) if self._rank_prior or self._rank_trials[0] else ()
-        return Acceptance(self._nodes_per_level, self._levels(DEPTHS)[0],
-                          rank_prior=[more - less for less, more in pairwise(expected)])
+        expected = self.expected(NODES) if self._is_tree else ()
+        return Acceptance(self._levels(NODES)[0], rank_prior=[more - less for less, more in pairwise(expected)])
 
-    def observe(self, drafted: int, accepted: int, depth: int, ranks: Sequence[int] | None = None) -> None:
-        """Count a round: ``accepted`` of ``drafted`` nodes, at most ``depth`` deep. ``ranks``: of the accepted ones
-        among all, where nodes are known from the best (1) on: the best of a tree are a smaller tree, so one round shows
+    def observe(self, drafted: int, accepted: int, ranks: Sequence[int] | None = None) -> None:
+        """Count a round: ``accepted`` of ``drafted`` nodes. ``ranks``: of the accepted ones among all, where nodes are
+        known from the best (1) on; None: all were a chain. The best of a tree are a smaller tree, so one round shows
         what each would have given. A round without drafted nodes is ignored."""
         if drafted < 1:
             return
-        if depth < accepted or not 0 < depth <= DEPTHS:
-            depth = min(max(depth, accepted, 1), DEPTHS)
-        self._nodes_per_level += 0.1 * (drafted / depth - self._nodes_per_level)
-        hits, trials, keep = self._hits, self._trials, self._keep
-        for level in range(accepted if accepted < depth else depth):
-            trials[level] = trials[level] * keep + 1.0
-            hits[level] = hits[level] * keep + 1.0
-        if accepted < depth:
-            trials[accepted] = trials[accepted] * keep + 1.0
-            hits[accepted] *= keep
+        drafted, keep = drafted if drafted < NODES else NODES, self._keep
         if ranks is not None:
-            rank_hits, rank_trials = self._rank_hits, self._rank_trials
-            for rank in range(drafted if drafted < RANKS else RANKS):
-                rank_trials[rank] = rank_trials[rank] * keep + 1.0
-                rank_hits[rank] *= keep
+            self._is_tree = True
+        else:
+            accepted = accepted if accepted < drafted else drafted
+            ranks, hits, trials = range(1, accepted + 1), self._hits, self._trials
+            for level in range(accepted):
+                trials[level] = trials[level] * keep + 1.0
+                hits[level] = hits[level] * keep + 1.0
+            if accepted < drafted:
+                trials[accepted] = trials[accepted] * keep + 1.0
+                hits[accepted] *= keep
+        if self._is_tree:
+            hits, trials = self._rank_hits, self._rank_trials
+            for rank in range(drafted):
+                trials[rank] = trials[rank] * keep + 1.0
+                hits[rank] *= keep
             for rank in ranks:
-                rank_hits[rank - 1] += 1.0
+                hits[rank - 1] += 1.0
         self._expected = []
 
     def expected(self, max_nodes: int) -> Sequence[float]:
         """Draft tokens expected to be accepted of the best 0, 1, … ``max_nodes`` nodes."""
         if len(self._expected) != max_nodes + 1:
-            nodes_per_level = self._nodes_per_level
-            if nodes_per_level == 1.0 and max_nodes < DEPTHS:  # chains
-                self._expected = self._levels(max_nodes)[1]
-                return self._expected
-            if self._rank_prior or self._rank_trials[0]:
-                self._expected = self._by_rank(max_nodes)
-                return self._expected
-            reach, self._expected = self._levels(min(DEPTHS, int(max_nodes / nodes_per_level) + 1))[1], []
-            for nodes in range(max_nodes + 1):
-                levels = nodes / nodes_per_level
-                full_levels = int(levels)
-                if full_levels >= DEPTHS:
-                    levels, full_levels = float(DEPTHS), DEPTHS - 1
-                below = reach[full_levels]
-                self._expected.append(below + (levels - full_levels) * (reach[full_levels + 1] - below))
+            self._expected = self._by_rank(max_nodes) if self._is_tree else self._levels(max_nodes)[1]
         return self._expected
 
     def _by_rank(self, max_nodes: int) -> list[float]:
@@ -581,11 +562,11 @@ class Beliefs:
         are too long a guess shows nothing. Also what was paid for that."""
         shared = self.acceptance[sampled]
         if shared.num_texts < FIRST_TEXTS:
-            return shared.fresh(), 1.0, 0.0
+            return Acceptance(), 1.0, 0.0
         if self.budget.left_s < price_s + self.budget.trials_left * self.latency.least_s(0.0):
             return shared.inherit(), self._hit_rate, 0.0
         self.budget.pay(price_s)
-        return shared.fresh(), 1.0, price_s
+        return Acceptance(), 1.0, price_s
 
     def observe_exchange(self, drafted: bool) -> None:
         """An exchange of any session, and whether it gave something to verify."""

@@ -107,7 +107,6 @@ class Round:
 
     drafted: int  # draft nodes that were verified
     accepted: int
-    depth: int  # of the deepest node that was verified
     verify_s: float  # the step
     wait_s: float  # the session stood still for its drafter
     rows: int = 0  # of the whole step, the session's included; 0: unknown
@@ -117,7 +116,7 @@ class Round:
     first_exchange: bool = False  # of this drafter in this answer: it had the prompt to read
     lookup: bool = False  # the text's own chain was verified: it says nothing about a drafter
     overdue: bool = False  # the drafter has had the text for long, and has not said a word
-    ranks: Sequence[int] | None = None  # of the accepted nodes among all, 1 the best; None: not known
+    ranks: Sequence[int] | None = None  # of the accepted nodes among all, 1 the best; None: all were a chain
 
     def latency_s(self, max_s: float) -> float | None:
         """Seconds of the exchange, at most ``max_s`` where the session stopped waiting; None: not measured."""
@@ -239,12 +238,12 @@ def tree_nodes(prices: Prices, beliefs: Beliefs, state: SessionState, rules: Rul
 
 def overloaded(prices: Prices, beliefs: Beliefs, state: SessionState, rules: Rules) -> bool:
     """Whether at this load not even a drafter as good as assumed for an unknown one would pay."""
-    return not tree_nodes(prices, beliefs, state, rules, state.acceptance.fresh())
+    return not tree_nodes(prices, beliefs, state, rules, Acceptance())
 
 
 def too_slow(plain_s: float, beliefs: Beliefs, state: SessionState, rules: Rules) -> bool:
     """Whether an exchange would be a loss with such a drafter: it is late, not wrong."""
-    tokens = 1 + state.acceptance.fresh().tokens(state.max_nodes)
+    tokens = 1 + Acceptance().tokens(state.max_nodes)
     return tokens * plain_s < rules.leave_gain * (plain_s + exchange_s(beliefs, rules))
 
 

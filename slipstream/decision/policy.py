@@ -31,7 +31,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from slipstream.base.config import PolicySection
-from slipstream.decision.beliefs import Beliefs, Ledger
+from slipstream.decision.beliefs import Acceptance, Beliefs, Ledger
 from slipstream.decision.decide import (
     PLAIN,
     SPECULATE,
@@ -261,8 +261,8 @@ class SpeculationPolicy:
             return earned_s, spent_s
         if drafted:
             self._shared_acceptance.num_texts += not state.acceptance.observed
-            state.acceptance.observe(drafted, round_.accepted, round_.depth, round_.ranks)
-            self._shared_acceptance.observe(drafted, round_.accepted, round_.depth, round_.ranks)
+            state.acceptance.observe(drafted, round_.accepted, round_.ranks)
+            self._shared_acceptance.observe(drafted, round_.accepted, round_.ranks)
         if drafted or wait_s > 0:
             self._guess_s = 0.0
             state.hit_rate += 0.1 * ((drafted > 0) - state.hit_rate)
@@ -379,7 +379,7 @@ class SpeculationPolicy:
         self._probe = Probe(min(beliefs.budget.left_s, most_s), now_s)
         beliefs.budget.pay(self._probe.granted_s)
         # It is judged afresh: what was believed is what may have changed.
-        state.acceptance, state.recent, state.hit_rate = state.acceptance.fresh(), Ledger(keep=state.recent.keep), 1.0
+        state.acceptance, state.recent, state.hit_rate = Acceptance(), Ledger(keep=state.recent.keep), 1.0
         state.num_silent = state.num_idle = state.num_since_plain = 0
         state.probe_left_s = self._probe.left_s
 

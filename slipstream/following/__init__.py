@@ -10,7 +10,7 @@ An engine calls it on its own thread. Links (``messages.Link``: gRPC, in process
         (tree,) = following.take([followed], within_s=0.05)  # never longer; root only: decode plain
         chain = followed.chain(4)                            # for an engine that verifies one path
         ...                                                  # one forward of the engine, choose, walk
-        following.committed([Verified(followed.session, new_tokens, len(tree) - 1, accepted, depth)], step)
+        following.committed([Verified(followed.session, new_tokens, len(tree) - 1, accepted)], step)
         following.flush()
     following.close(followed)
 

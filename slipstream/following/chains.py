@@ -64,7 +64,7 @@ class Row:
     can_verify: bool = True  # whether the engine can verify drafts for it
     sampling: Sampling = GREEDY  # how drafts rank for it
     user_setting: Any = None  # its user's value of ``SWITCH``, see ``allows_drafts``; mypyc cannot take ``object`` here
-    depth: int | None = None  # of the deepest that this step verified; None: they were a chain
+    ranks: Sequence[int] | None = None  # of the accepted among them, see ``Verified``; None: they were a chain
     trace: Any = None  # the traceparent that its drafts continue, if its user gave one
     max_drafted: int | None = None  # draft tokens that its next step can verify rightly; None: any
     finished: bool = False  # what was committed ends it, so it has no next step and needs no drafts
@@ -273,7 +273,7 @@ class Chains:
         rows = self._states.newest_rows(row.request) if self._states is not None and followed.feature_spec else None
         drafted, accepted = row.drafted, len(row.new_tokens) - 1
         return Verified(followed.session, row.new_tokens, drafted, accepted if accepted < drafted else drafted,
-                        drafted if row.depth is None else row.depth, "stop" if row.finished else "", rows)
+                        "stop" if row.finished else "", rows, ranks=row.ranks)
 
     def _with_rows(self, row: Row, opens: bool, step: Step) -> Followed | None:
         """Its session, after its drafter got the states that it lacks."""

@@ -75,11 +75,10 @@ class Verified:
     tokens: tuple[int, ...]
     drafted: int  # draft tokens that were verified
     accepted: int
-    depth: int  # of the deepest of them
     finish: Finish = ""  # why the answer ends here; "": it goes on
     rows: bytes | None = None  # feature rows of the positions before each of ``tokens``, if its drafter reads them
     forced: Sequence[int] = ()  # by its grammar, behind ``tokens``: what has to come, though others may spell it
-    ranks: Sequence[int] | None = None  # the accepted nodes' places in the tree, whose best nodes come first
+    ranks: Sequence[int] | None = None  # the accepted nodes' places in the tree, best nodes first; None: it is a chain
 
 
 LOOKED_UP = "prompt_lookup"  # an outcome: the text's own chain was verified
@@ -362,7 +361,7 @@ class Followed:
         exchange_s = None if looked_up else wait.take_latency_s()
         if first_token and wait.reading_from_s is not None:  # the drafter had nothing to read before
             wait.reading_from_s, wait.owed_from_s = now_s, now_s if wait.owed_from_s is not None else None
-        round_ = Round(drafted, accepted, verified.depth, step.seconds, waited_s, step.rows,
+        round_ = Round(drafted, accepted, step.seconds, waited_s, step.rows,
                        wait.skipped and not side.answered, None, exchange_s, wait.first_exchange, looked_up,
                        wait.reading_from_s is not None and now_s - wait.reading_from_s > READING_S, verified.ranks)
         # At its first token (since it was put back) the drafter has its text to read, and so it may have behind it.

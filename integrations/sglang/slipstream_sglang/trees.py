@@ -58,8 +58,7 @@ class PendingTree:
     """The tree that a request is verifying."""
 
     length: int  # tokens of its text before the step
-    nodes: int
-    depth: int
+    tree: DraftTree | None  # None: it has only a root
 
 
 class Trees:
@@ -79,8 +78,7 @@ class Trees:
         self.chains.step(rows, finished, sum(1 + row.drafted for row in rows))
         trees = [self.chains.tree(request.request_id, self._nodes, self._branches) for request in batch]
         self._pending = {
-            request.request_id: PendingTree(request.length, len(tree) - 1, max(tree.levels())) if tree is not None
-            else PendingTree(request.length, 0, 0) for request, tree in zip(batch, trees, strict=True)}
+            request.request_id: PendingTree(request.length, tree) for request, tree in zip(batch, trees, strict=True)}
         return batch_arrays([request.last(1)[0] for request in batch], trees, self._nodes)
 
     def forget(self) -> None:
@@ -91,10 +89,12 @@ class Trees:
     def _row(self, request: VerifyRequest) -> Row:
         pending = self._pending.get(request.request_id)
         length = pending.length if pending is not None and pending.length < request.length else request.length - 1
-        nodes, depth = (pending.nodes, pending.depth) if pending is not None else (0, 0)
+        tree = pending.tree if pending is not None else None
         new = self._without_placeholders(request.last(request.length - length))
-        return Row(request.request_id, request.length, tuple(new), nodes, len(request.prompt), request.limit,
-                   lambda: self._without_placeholders(request.last(request.length)), depth=depth)
+        return Row(request.request_id, request.length, tuple(new), len(tree) - 1 if tree is not None else 0,
+                   len(request.prompt), request.limit,
+                   lambda: self._without_placeholders(request.last(request.length)),
+                   ranks=None if tree is None or tree.is_chain else tree.find_path(new[:-1]))
 
     def _without_placeholders(self, tokens: Sequence[int]) -> list[int]:
         return [int(token) if 0 <= token < self._vocab_size else 0 for token in tokens]
