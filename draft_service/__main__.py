@@ -29,7 +29,7 @@ DRAIN_S = 2.0  # time to stop: short, as a target goes on without a draft at onc
 async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None]) -> None:
     """Serve until ``stop`` is set, then give all sessions up, so that targets go on alone. Raises ConfigError or
     ModelError when it cannot begin, PartLost when it cannot go on."""
-    bind_guard(config.draft.listen, config.wire, tls_files(config.wire.tls))
+    bind_guard(config.draft.listen, config.wire, tls_files(config.wire.tls), "draft.listen")
     require_own(config, "draft")
     await host(config, await asyncio.to_thread(build, config), stop, ready)
 
@@ -38,7 +38,7 @@ async def host(config: Config, worker: DraftWorker, stop: asyncio.Event, ready: 
     """As ``serve``, for the worker of a draft that was built already."""
     tls = tls_files(config.wire.tls)
     servicer = DraftServicer(worker, on_connected=worker.metrics.targets_connected)
-    server = GrpcServer(config.draft.listen, config.wire, [servicer], tls=tls)
+    server = GrpcServer(config.draft.listen, config.wire, [servicer], tls=tls, setting="draft.listen")
     up = asyncio.Event()
     vitals = worker.vitals
     metrics = MetricsServer(config.draft.metrics_listen, worker.metrics.registry, up.is_set, vitals)

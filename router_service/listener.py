@@ -36,7 +36,7 @@ class HttpListener:
                  probes: Container[bytes] = (), retry_after_s: Callable[[], float] = lambda: 1.0,
                  stall_s: float = STALL_S) -> None:
         """``probes``, ``retry_after_s``: as of ``ConnectionLimits``."""
-        bind_guard(section.listen, wire, public="router.listen")
+        bind_guard(section.listen, wire, setting="router.listen")
         self._socket = _listen(section.listen, stall_s)
         self.port: int = self._socket.getsockname()[1]
         config = uvicorn.Config(

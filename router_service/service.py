@@ -57,7 +57,7 @@ class RouterService:
         self._http = HttpListener(app, section, config.wire, metrics,
                                   [path.encode() for path in OPEN_PATHS], self.gateway.admission.queue_wait_s)
         asked = InferenceServicer(self._front, on_refused=self.gateway.failed)
-        self._grpc = GrpcServer(section.grpc_listen, config.wire, [asked], public="router.grpc_listen")
+        self._grpc = GrpcServer(section.grpc_listen, config.wire, [asked], setting="router.grpc_listen")
         self.vitals = Vitals("router")
         self._metrics = None if shared else MetricsServer(
             section.metrics_listen, metrics.registry, lambda: self.gateway.ready, self.vitals)

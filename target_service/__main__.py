@@ -37,7 +37,7 @@ async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None]) 
     """Serve until ``stop`` is set, then drain: running answers finish, new ones are refused. ``ready`` is called once
     requests are taken. Raises ConfigError or ModelError when it cannot begin, PartLost or RanksLost when it cannot go
     on."""
-    bind_guard(config.target.listen, config.wire, tls_files(config.wire.tls))
+    bind_guard(config.target.listen, config.wire, tls_files(config.wire.tls), "target.listen")
     require_own(config, "target")
     if config.target.vllm is not None:
         await _serve_vllm(config, stop, ready)
@@ -88,7 +88,8 @@ async def _host(config: Config, target: Target | VllmTarget, beside: Callable[[]
     """Serve a target of any engine. ``beside``: a context that is entered once the server listens."""
     tls, vitals, up = tls_files(config.wire.tls), target.vitals, asyncio.Event()
     try:
-        server = GrpcServer(config.target.listen, config.wire, [TargetServicer(target.service)], tls=tls)
+        server = GrpcServer(config.target.listen, config.wire, [TargetServicer(target.service)], tls=tls,
+                            setting="target.listen")
         metrics = MetricsServer(config.target.metrics_listen, target.metrics.registry, up.is_set, vitals)
         try:
             await server.start()

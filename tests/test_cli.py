@@ -307,6 +307,17 @@ def test_a_taken_port_is_named_with_a_flag_that_helps(host: str, family: socket.
     require_free(load(None, (*overrides, flag)))
 
 
+def test_several_taken_ports_are_perhaps_an_earlier_run_and_where_it_answers_is_told() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        api, target = (f"127.0.0.1:{holder.getsockname()[1]}" for holder in (one, other))
+        with pytest.raises(ConfigError) as caught:
+            require_free(load(None, (*on_free_ports(), f"router.grpc_listen={api}", f"target.listen={target}")))
+        with pytest.raises(ConfigError) as elsewhere:
+            require_free(load(None, (*on_free_ports(), f"router.listen={api}", f"target.listen={target}")))
+    assert str(caught.value).endswith(f"running already? `slipstream chat --address {api}` talks to it")
+    assert str(elsewhere.value).endswith("running already?")
+
+
 def test_a_port_that_is_given_twice_is_named() -> None:
     overrides = on_free_ports()
     twice = load(None, overrides).router.listen
@@ -343,6 +354,14 @@ def test_a_mistake_is_told_before_a_model_is_loaded(role: str, change: str, told
                              change))
         with pytest.raises(ConfigError, match=told.format(role=role)):
             asyncio.run(service.serve(config, asyncio.Event(), lambda: None))
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_plain_text_beyond_this_machine_is_refused_by_the_settings_name(role: str) -> None:
+    service = import_module(f"{role}_service.__main__")
+    config = load(None, ("model.path=nowhere", f"{role}.listen=0.0.0.0:1"))
+    with pytest.raises(ConfigError, match=rf"^{role}\.listen: 0\.0\.0\.0:1 reaches beyond this machine in plain text"):
+        asyncio.run(service.serve(config, asyncio.Event(), lambda: None))
 
 
 def test_a_port_that_is_left_open_is_named() -> None:
@@ -566,6 +585,7 @@ def test_a_launch_answers_restarts_and_drains(tiny_folder: Path, tmp_path: Path)
     finally:
         process.kill()
     shown = "\n".join(lines)
+    assert lines[0] == f"starting draft, target and router; logs in {tmp_path}", "no terminal shows a status"
     assert "of 24 tokens came from drafts" in shown and "curl -N http://127.0.0.1:" in shown
     assert "OpenAI(base_url=" in shown and "the draft service ended (signal 9)" in shown
     assert "drained: every service has ended" in rest and process.returncode == 0

@@ -214,6 +214,12 @@ def test_a_draft_that_says_nothing_costs_nothing(batch: int) -> None:
     assert {piece.state for _, piece in target.pieces[-batch:]} == {"shadow"}
 
 
+def test_chances_that_cannot_be_are_refused_with_what_they_must_be() -> None:
+    for chances in ((0.9, 0.9), (0.0,), ()):
+        with pytest.raises(ConfigError, match=r"^acceptance: must be chances above 0 that add up to 1 at most"):
+            Timing(acceptance=chances)
+
+
 def test_unknown_schedules_are_refused() -> None:
     with pytest.raises(ConfigError, match="schedule"):
         with_schedule("psychic", SOME)

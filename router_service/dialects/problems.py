@@ -114,4 +114,4 @@ def refusal_of(error: ValidationError, raw: Mapping[str, Any]) -> InvalidRequest
     template = PYDANTIC_MESSAGES.get(problem["type"])
     if template is None:
         return InvalidRequest(where, problem["msg"][:1].lower() + problem["msg"][1:])
-    return InvalidRequest(where, template.format(**problem.get("ctx", {})))
+    return InvalidRequest(where, template.format(**problem.get("ctx", {})).replace("False", "false"))  # JSON's

@@ -66,7 +66,7 @@ async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None]) 
 def _check_settings(config: Config) -> None:
     """Raises ConfigError for a setting that would stop the router later: loading models first takes minutes."""
     for name in ("listen", "grpc_listen"):
-        bind_guard(getattr(config.router, name), config.wire, public=f"router.{name}")
+        bind_guard(getattr(config.router, name), config.wire, setting=f"router.{name}")
     require_own(config, "router", "target.metrics_listen", "draft.metrics_listen")
     if config.router.api_keys_file:
         ApiKeys(Path(config.router.api_keys_file))

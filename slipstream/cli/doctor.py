@@ -294,14 +294,13 @@ def _beginning(config: Config) -> Iterator[Check]:
     from slipstream.wire.server import bind_guard
 
     for key, address in listen_addresses(config).items():
-        section, public = key.partition(".")[0], key if key.startswith("router.") else ""
-        if key.endswith("metrics_listen") or (config.wire.tls.folder and not public):
+        if key.endswith("metrics_listen") or (config.wire.tls.folder and not key.startswith("router.")):
             continue
         try:
-            bind_guard(address, config.wire, public=public)
+            bind_guard(address, config.wire, setting=key)
         except ConfigError as error:
             problem, _, advice = str(error).partition("; ")
-            yield Check("plain text", "fail", problem if public else f"{section}.{problem}", advice)
+            yield Check("plain text", "fail", problem, advice)
     services = [key for key, addresses in (("target.drafts", config.target.drafts),
                                            ("router.targets", config.router.targets))
                 if any(map(service_address, addresses))]

@@ -183,8 +183,11 @@ def serve_until_stopped(launch: Launch, console: Console) -> None:
 
 def _start(launch: Launch, console: Console) -> None:
     launch.start()
+    logs = f"logs in {launch.folder}"  # a large model takes minutes, and its log says how far it is
+    if not console.is_terminal:  # which shows no status
+        console.print(Text(f"starting draft, target and router; {logs}"), soft_wrap=True)
     with console.status("starting draft, target and router") as status:
-        launch.wait_ready(lambda line: status.update(line))
+        launch.wait_ready(lambda line: status.update(Text(f"{line}; {logs}")))
         look_at_draft(launch, console, status.update)
 
 

@@ -219,7 +219,9 @@ def _require_bindable(wanted: Mapping[str, str]) -> None:
         ports.add(free_port)
         lines.append(f"{key}: port {port} is taken; stop what uses it, or add --set {key}={host}:{free_port}")
     if sum(" is taken; " in line for line in lines) > 1:
-        lines.append("is Slipstream running already? `slipstream chat` talks to it")
+        grpc = wanted.get("router.grpc_listen", "")
+        talks = f" `slipstream chat --address {reachable(grpc)}` talks to it" if grpc and listen_error(grpc) else ""
+        lines.append(f"is Slipstream running already?{talks}")
     if lines:
         raise ConfigError("\n".join(lines))
 

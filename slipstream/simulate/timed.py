@@ -59,7 +59,8 @@ class Timing:
 
     def __post_init__(self) -> None:
         if not (self.acceptance and all(p > 0 for p in self.acceptance) and sum(self.acceptance) <= 1):
-            raise ConfigError(f"acceptance: {self.acceptance} are not chances of different children")
+            raise ConfigError("acceptance: must be chances above 0 that add up to 1 at most, as one child is right; "
+                              f"they are {self.acceptance}")
         if len(self.acceptance) >= SYMBOLS or self.width < 1 or self.levels < 1:
             raise ConfigError(f"width, levels: at least 1; acceptance: fewer than {SYMBOLS} children")
 

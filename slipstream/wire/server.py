@@ -52,14 +52,15 @@ class Servicer(Protocol):
         ...
 
 
-def bind_guard(listen: str, wire: WireSection, tls: TlsFiles | None = None, public: str = "") -> None:
+def bind_guard(listen: str, wire: WireSection, tls: TlsFiles | None = None, setting: str = "listen") -> None:
     """Raises ConfigError for plain text beyond loopback at ``listen`` (host:port) that is not allowed, and for TLS
-    files that cannot be used. public: the setting's name, for an address of clients, where we have no TLS."""
+    files that cannot be used. setting: the name of that of ``listen``; the router's are for clients, where we have no
+    TLS."""
     if tls is not None:
         tls.read()
     elif not wire.insecure_allow_plaintext and not _is_loopback(listen):
-        advice = "put a proxy with TLS before it and" if public else "set wire.tls.folder,"
-        raise ConfigError(f"{public or 'listen'}: {listen} reaches beyond this machine in plain text; {advice} listen "
+        advice = "put a proxy with TLS before it and" if setting.startswith("router.") else "set wire.tls.folder,"
+        raise ConfigError(f"{setting}: {listen} reaches beyond this machine in plain text; {advice} listen "
                           "on 127.0.0.1, or set wire.insecure_allow_plaintext=true behind a network policy")
 
 
@@ -126,10 +127,11 @@ class GrpcServer:
     """A server for ``servicers`` and grpc.health.v1. Make and use it on one event loop."""
 
     def __init__(self, listen: str, wire: WireSection, servicers: Sequence[Servicer], *, tls: TlsFiles | None = None,
-                 rules: ConnectionRules = RULES, public: str = "") -> None:
-        """``public``: as of ``bind_guard``."""
-        bind_guard(listen, wire, tls, public)
+                 rules: ConnectionRules = RULES, setting: str = "listen") -> None:
+        """``setting``: as of ``bind_guard``."""
+        bind_guard(listen, wire, tls, setting)
         self.listen = listen
+        self._setting = setting
         self.port = 0  # set by start
         self._servicers = servicers
         self._tls = tls
@@ -151,8 +153,8 @@ class GrpcServer:
             else:
                 self.port = self._server.add_secure_port(self.listen, server_credentials(self._tls))
         except RuntimeError as error:
-            raise ConfigError(f"listen: cannot listen on {self.listen}: the port is taken, or the address is none of "
-                              "this machine's; stop what uses it, or listen elsewhere") from error
+            raise ConfigError(f"{self._setting}: cannot listen on {self.listen}: the port is taken, or the address is "
+                              "none of this machine's; stop what uses it, or listen elsewhere") from error
         for name in ("", "liveness"):
             await self._health.set(name, SERVING)
         await self.set_ready(False)
