@@ -127,8 +127,7 @@ class Call:
         trees.seeds = ctypes.addressof(self._seeds)
 
     def __call__(self, team: Team, seeds: Sequence[Seed], states: torch.Tensor, table: RopeTable) -> Grown:
-        """seeds: those with most levels first; states: bfloat16 [M, W] of all pending rows; table: with rows for
-        all positions."""
+        """states: bfloat16 [M, W] of all pending rows of ``seeds``; table: with rows for all positions."""
         trees, records, tokens, slots, begin = self._trees, list[int](), list[int](), list[Indices](), 0
         sampled = list[bytes]()
         for seed in seeds:
@@ -214,8 +213,7 @@ class NativeDraft:
     def grow_trees(self, seeds: Sequence[Seed], topk: int, alone: bool = False) -> Grown:
         """The trees of all ``seeds``, at least one; KV of their rows is written. topk: K; a tree has at most MOST_BITS
         rows. alone: there is no other session, so its target likely waits, and its cores can be used."""
-        seeds, order = _by_levels(seeds)
-        most, pending = seeds[0].levels, sum(len(seed.tokens) for seed in seeds)
+        most, pending = max(seed.levels for seed in seeds), sum(len(seed.tokens) for seed in seeds)
         assert 0 < topk <= self._head.packed.outer and topk * most <= MOST_BITS
         self._reach(max(pending, topk * len(seeds)), max(s.position + len(s.tokens) + s.levels for s in seeds))
         states = torch.cat([seed.states for seed in seeds]) if len(seeds) > 1 else seeds[0].states.contiguous()
@@ -224,8 +222,7 @@ class NativeDraft:
         call = self._calls.get((len(seeds), most, topk))
         if call is None:
             call = self._calls[len(seeds), most, topk] = self._call(len(seeds), most, topk)
-        grown = call(self._alone if alone else self._team, seeds, states, self._table)
-        return grown.select(order)
+        return call(self._alone if alone else self._team, seeds, states, self._table)
 
     def _call(self, sessions: int, levels: int, topk: int) -> Call:
         if self._ranking is None or self._ranking.topk != topk:
@@ -275,12 +272,3 @@ class NativeDraft:
         program.norm(buffers.stream, of_head, eps, buffers.normed)
         self._ranking = None
         self._calls.clear()
-
-
-def _by_levels(seeds: Sequence[Seed]) -> tuple[list[Seed], list[int]]:
-    """The seeds in order of their levels, most first; and the new place of each."""
-    order = sorted(range(len(seeds)), key=lambda place: -seeds[place].levels)
-    places = [0] * len(seeds)
-    for place, was in enumerate(order):
-        places[was] = place
-    return [seeds[was] for was in order], places

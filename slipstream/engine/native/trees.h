@@ -6,9 +6,7 @@
 // 1. The first forward computes the pending rows of all sessions; the last row of each gives the root's children.
 //    Then trees grow level by level: the K best candidates of a level (the earlier first among equals) are the rows
 //    of the next one. Scores are summed in float64, as the host does when it chooses again.
-// 2. Sessions are sorted by their number of levels, most first, so the sessions that have a level are the first
-//    ones.
-//    With `wanted` nodes only those of the best `wanted` - 1 nodes are: no child of others would be sent.
+// 2. With `wanted` nodes only those of the best `wanted` - 1 nodes are: no child of others would be sent.
 // 3. Sampled sessions are ranked under their noise (`races.h`). If the ranking of a row is not certain, only the
 //    levels down to this row count as known (`Trees::known_levels`); deeper ones are to be ignored.
 // 4. The KV entries of a session are: its computed ones, its pending rows', then its tree's, level by level.
