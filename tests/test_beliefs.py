@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 
 from slipstream.base.config import PolicySection
-from slipstream.decision.beliefs import FIRST_TEXTS, FORGET_AFTER, Acceptance, Beliefs, Ledger, StepCosts, whole_context
+from slipstream.decision.beliefs import (
+    FIRST_TEXTS,
+    FORGET_AFTER,
+    PRIOR_TRIALS,
+    Acceptance,
+    Beliefs,
+    Ledger,
+    StepCosts,
+    whole_context,
+)
 from slipstream.decision.decide import Mode, Round, RoundInputs, SessionState
 from slipstream.decision.policy import PROBE_AFTER_S, SpeculationPolicy
 from slipstream.following.chains import GUESSED_COSTS
+from slipstream.protocol.tree import MAX_NODES
 
 STEP_S = 0.010
 GOOD = Round(4, 4, STEP_S, 0.0, exchange_s=0.002)
@@ -57,11 +68,12 @@ def test_slow_first_steps_with_drafts_do_not_end_speculation_in_an_engine_whose_
     for _ in range(3):
         costs.observe(8, 1.0)
     assert costs.cost(8) > 0.05
-    for _ in range(FORGET_AFTER + 1):  # plain ones, as drafts do not pay
-        costs.observe(1, 0.010)
-    assert costs.cost(8) == pytest.approx(0.01025, rel=0.01)
-    costs.observe(8, 0.012)
-    assert costs.cost(8) == pytest.approx(0.012, rel=0.01) and costs.cost(1) == pytest.approx(0.010, rel=0.01)
+    for seconds in (0.012, 0.018):
+        for _ in range(FORGET_AFTER + 1):  # plain ones, as drafts do not pay
+            costs.observe(1, 0.010)
+        assert costs.cost(8) == pytest.approx(0.01025, rel=0.01)
+        costs.observe(8, seconds)
+        assert costs.cost(8) == pytest.approx(seconds, rel=0.01) and costs.cost(1) == pytest.approx(0.010, rel=0.01)
 
 
 def test_first_steps_near_a_row_count_correct_what_was_believed_of_it() -> None:
@@ -73,15 +85,45 @@ def test_first_steps_near_a_row_count_correct_what_was_believed_of_it() -> None:
         assert costs.cost(rows) == pytest.approx(0.020 + 0.002 * rows, rel=0.15)
 
 
-def test_one_step_alone_does_not_make_a_row_count_dear() -> None:
+@pytest.mark.parametrize("slow_first", [True, False])
+def test_one_step_alone_does_not_make_a_row_count_dear(slow_first: bool) -> None:
     """It may compile."""
     costs = StepCosts(GUESSED_COSTS, guessed=True)
     for rows in (16, 80, 16, 80):
         costs.observe(rows, 0.020)
-    costs.observe(48, 0.400)
+    seconds = [0.022, 0.400]
+    costs.observe(48, seconds.pop(slow_first))
     assert costs.cost(48) == pytest.approx(0.020)
-    costs.observe(48, 0.022)
+    costs.observe(48, *seconds)
     assert costs.cost(48) == pytest.approx(0.022)
+
+
+def test_of_the_first_two_steps_of_all_the_quicker_one_is_believed() -> None:
+    for first_s, second_s in ((0.060, 0.020), (0.020, 0.060)):
+        costs = StepCosts(GUESSED_COSTS, guessed=True)
+        costs.observe(1, first_s)
+        costs.observe(1, second_s)
+        assert costs.cost(1) == pytest.approx(0.020)
+
+
+def test_that_a_row_count_costs_less_than_was_guessed_is_believed_at_once() -> None:
+    costs = StepCosts(GUESSED_COSTS, guessed=True)
+    for rows, seconds in ((16, 0.020), (80, 0.040), (80, 0.040), (48, 0.022)):
+        costs.observe(rows, seconds)
+    assert costs.cost(48) == pytest.approx(0.022)
+
+
+def test_an_engine_whose_costs_are_a_guess_is_slower_everywhere_where_it_is_slower() -> None:
+    costs = StepCosts(GUESSED_COSTS, guessed=True)
+    for rows in (1, 1, 64, 64):
+        costs.observe(rows, 0.020)
+    for _ in range(100):
+        costs.observe(64, 0.040)
+    assert costs.cost(64) == pytest.approx(0.040, rel=0.01) and 0.021 < costs.cost(1) < 0.024
+
+
+def test_more_rows_never_cost_less() -> None:
+    assert StepCosts({1: 0.010, 8: 0.008, 64: 0.020}).cost(8) == 0.010
 
 
 def test_a_step_after_many_that_computed_prompts_may_be_the_first_one_near_its_row_count() -> None:
@@ -101,7 +143,7 @@ def test_one_tree_shows_what_smaller_trees_would_have_given() -> None:
         first = dice.random()
         ranks = [1, 3] if first < 0.4 else [1] if first < 0.6 else [2] if first < 0.7 else []
         acceptance.observe(16, len(ranks), ranks)
-    for belief in (acceptance, acceptance.inherit()):
+    for belief in (acceptance, acceptance.inherit(), acceptance.inherit().inherit()):
         expected = belief.expected(16)
         assert expected[1] == pytest.approx(0.6, abs=0.2) and expected[3] == pytest.approx(1.1, abs=0.25)
         assert expected[16] - expected[3] < 0.05
@@ -109,6 +151,31 @@ def test_one_tree_shows_what_smaller_trees_would_have_given() -> None:
     for _ in range(20):
         heir.observe(2, 2, (1, 2))
     assert heir.expected(3)[3] > acceptance.expected(3)[3] + 0.4, "in an easier text further nodes are better, too"
+    assert heir.expected(3)[3] > heir.expected(3)[2] + 0.5, "of nodes that were not drafted nothing was seen"
+
+
+def test_of_nodes_that_were_seldom_seen_the_guess_is_a_chain() -> None:
+    acceptance = Acceptance()
+    acceptance.observe(2, 0, ())
+    assert acceptance.expected(2)[1] == pytest.approx(0.7 * PRIOR_TRIALS / (1 + PRIOR_TRIALS))
+
+
+def test_no_node_is_believed_to_be_better_than_one_that_scored_higher() -> None:
+    acceptance = Acceptance()
+    for _ in range(9):
+        acceptance.observe(3, 1, (3,))
+    gained = [more - less for less, more in pairwise(acceptance.expected(3))]
+    assert gained == sorted(gained, reverse=True)
+
+
+def test_the_worst_nodes_of_the_largest_tree_may_be_hopeless() -> None:
+    acceptance = Acceptance()
+    acceptance.observe(MAX_NODES - 1, 1, (MAX_NODES - 1,))
+    for _ in range(2000):
+        acceptance.observe(MAX_NODES - 1, 1, (1,))
+    for belief in (acceptance, acceptance.inherit()):
+        expected = belief.expected(MAX_NODES - 1)
+        assert len(expected) == MAX_NODES and expected[-1] == pytest.approx(expected[1], abs=0.2)
 
 
 def test_behind_a_long_text_fewer_draft_tokens_pay() -> None:

@@ -362,9 +362,9 @@ class StepCosts:
                 self._factors[nearest] = least
                 insort(self._visited, nearest)
                 del self._first_shown[nearest]
-        self._forget(num_seen)
+        self._forget()
 
-    def _forget(self, num_seen: list[int]) -> None:
+    def _forget(self) -> None:
         # What no step was near for long has the shape of the guess again, at the lowest height that is known.
         old = [point for point, observed in enumerate(self._last_observed) if self._observed - observed > FORGET_AFTER]
         visited = [point for point in self._visited if point not in old]
@@ -372,7 +372,7 @@ class StepCosts:
             return
         self._visited, lowest = visited, min([self._factors[point] for point in visited])
         for point in old:
-            num_seen[point], self._factors[point] = min(num_seen[point], MIN_STEPS - 1), lowest
+            self._factors[point] = lowest
 
     def skip_step(self) -> None:
         """A step that says nothing about row counts: it computed prompts."""
@@ -472,7 +472,7 @@ class Acceptance:
         prior, weight = self._rank_prior or CHAIN, SHARED_TRIALS if self._rank_prior else PRIOR_TRIALS
         chance, above, tokens, expected = 1.0, 1.0, 0.0, [0.0]
         for hits, trials, usual in zip(self._rank_hits[:max_nodes], self._rank_trials, prior, strict=False):
-            guess = chance * min(1.0, usual / above) if above > 0.0 else 0.0
+            guess = chance * usual / above if above > 0.0 else 0.0
             chance = min(chance, (hits + weight * guess) / (trials + weight))
             above, tokens = usual, tokens + chance
             expected.append(tokens)
