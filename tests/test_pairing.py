@@ -7,6 +7,7 @@ import gc
 import json
 import shutil
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from time import monotonic
 
@@ -155,6 +156,18 @@ async def test_a_launch_waits_for_a_draft_until_the_target_says_why_not(
         took_s = monotonic() - began_s
         await server.drain(0.1)
     assert took_s < FIND_DRAFT_S / 2 and (took_s >= patience_s) == told.endswith("yet")
+
+
+def test_the_log_of_a_target_without_its_draft_is_named_in_one_piece(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A path that a narrow terminal breaks into lines cannot be copied, or searched for in a log."""
+    async def missing(_config: Config) -> str:
+        return "the target has not found its draft yet"
+
+    monkeypatch.setattr("slipstream.cli.host.draft_missing", missing)
+    out = StringIO()
+    look_at_draft(Launch(Config(), tmp_path), Console(file=out, width=40), lambda line: None)
+    assert len(out.getvalue().splitlines()) == 1 and f"(see {tmp_path / 'target.log'})" in out.getvalue()
 
 
 async def test_a_launch_that_has_looked_at_its_draft_leaves_no_connection(tiny_folder: Path, tmp_path: Path) -> None:

@@ -203,11 +203,12 @@ async def _look_at_draft(launch: Launch, console: Console, report: Report) -> No
     report("waiting for the target to find its draft")
     if missing := await draft_missing(launch.config):
         console.print(Text(f"{missing}; answers are plain until it does (see {launch.folder / 'target.log'})",
-                           style="yellow"))
+                           style="yellow"), soft_wrap=True)
     elif launch.config.draft.drafter != "ngram" and launch.config.target.policy.max_nodes:
         report("looking whether the draft fits the target")
         if problem := await pairing_problem(launch.config):
-            console.print(Text(f"the draft does not seem to fit the target: {problem}", style="bold red"))
+            console.print(Text(f"the draft does not seem to fit the target: {problem}", style="bold red"),
+                          soft_wrap=True)
 
 
 async def draft_missing(config: Config) -> str:
