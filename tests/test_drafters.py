@@ -244,6 +244,35 @@ def test_text_that_is_read_between_growths_does_not_make_the_next_tree_as_small_
     assert len(growth.ids) == 8
 
 
+def test_what_is_sent_does_not_depend_on_rows_that_are_left_out(make: Make) -> None:
+    """Whatever came before: nodes that the target has already, text that was read, trees that grew ahead."""
+    rng, growth = random.Random(3), {"num_steps": 3, "topk": 3, "num_draft_tokens": 12}
+    drafters = [make({"drafter": "standalone", "growth": growth}) for _ in range(2)]
+    drafters[1]._prunes = False  # type: ignore[attr-defined]
+    base, kept = 0, 0
+    for turn in range(200):
+        if turn % 20 == 0:  # it opens again
+            sampling, base = Sampling(seed=turn, temperature=turn % 40 / 20, frequency_penalty=turn % 60 / 100), 9
+            opened = Open(1, np.array([rng.randrange(VOCAB) for _ in range(9)], np.int32), 1, sampling)
+            for drafter in drafters:
+                drafter.open([opened])
+        if rng.random() < 0.3:
+            for drafter in drafters:
+                drafter.read([1])
+        budget, ahead, tree = rng.randrange(1, 13), turn % 20 > 14, drafters[0].tree(1)
+        for steps in (rng.randrange(3) if tree.ahead else 2, rng.choice((1, 2))) if ahead else (0,):
+            (found,), (right,) = (drafter.grow([1], [budget], steps) for drafter in drafters)
+            for name in ("ids", "parents", "tokens", "scores"):
+                assert np.allclose(getattr(found, name), getattr(right, name)), f"turn {turn}"
+        path = tree.path(rng.choice([node for node, node_id in enumerate(tree.ids) if node_id] or [-1]))
+        tokens = path if path and rng.random() < 0.7 else [*path, rng.randrange(VOCAB)]
+        for drafter in drafters:
+            drafter.commit([Commit(1, base, np.array(tokens, np.int32))])
+        base += len(tokens)
+        kept += not ahead and tree.num_sent > 0
+    assert kept > 10, "the target had no nodes of a new tree"
+
+
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))])
 @pytest.mark.parametrize(("slots", "topk", "window"), [(2000, 1, WINDOWS[0]), (2000, 4, WINDOWS[0]),
                                                         (150, 3, WINDOWS[1])])

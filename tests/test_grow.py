@@ -57,6 +57,7 @@ def test_what_is_sent_does_not_depend_on_rows_that_are_left_out(grid: float, mos
                 children = [children_of(tuple(growth.path(node)), 4, seed) for node in growth.frontier]
                 growth.expand([(tokens, [-grid * round(-score / grid) for score in scores] if grid else scores)
                                for tokens, scores in children])
+                assert not wanted or len(growth.frontier) < wanted, "the best one is the others' parent or beside them"
             messages.append(to_message(growth, most))
         for field in ("ids", "parents", "tokens", "scores"):
             assert np.array_equal(getattr(messages[0], field), getattr(messages[1], field)), f"seed {seed}"

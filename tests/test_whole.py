@@ -93,6 +93,25 @@ def test_trees_are_those_that_grow_level_by_level(head: EagleHead, topk: int, st
     both.close()
 
 
+@pytest.mark.parametrize("equal", [False, True])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, seed=5)], ids=["greedy", "sampled"])
+def test_the_kernels_choose_the_rows_that_the_tree_chooses(head: EagleHead, equal: bool, sampling: Sampling,
+                                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would grow on level by level, and nothing but time would tell. equal: so are the logits of two tokens."""
+    columns = 4 * head.tensors["lm_head.weight"]  # of less doubt, so trees are deeper
+    if equal:
+        columns = columns[torch.arange(len(columns)) // 2 * 2]
+    both = WholeTrees(replace(head, tensors={**head.tensors, "lm_head.weight": columns}), 4, 3)
+    for session in range(1, 13):
+        both.open(session, 9 + session % 8, sampling)
+    with monkeypatch.context() as patched:
+        patched.setattr(both.drafters[0], "_grow_level", None)
+        both.grow(list(range(1, 13)), list(range(1, 13)))
+    assert both.watched.calls == [8, 4]
+    both.grow(list(range(1, 13)))  # deeper, from the rows that were not left out
+    both.close()
+
+
 SAMPLED = (Sampling(temperature=1.0, seed=5), Sampling(temperature=0.7, top_p=0.9, seed=1 << 63),
            Sampling(temperature=1.5, top_k=6, seed=7), Sampling(temperature=0.3, min_p=0.1, seed=8))
 

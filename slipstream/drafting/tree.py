@@ -97,7 +97,7 @@ class GrowingTree:
     @property
     def is_fresh(self) -> bool:
         """Whether nothing of it is grown, and the target has none of its nodes."""
-        return not (self.begun or self.ahead or self.tokens)
+        return not (self.ahead or self.tokens)
 
     def depth(self) -> int:
         """The depth of the deepest frontier node; 0 at the root, and when nothing is left to expand."""

@@ -149,7 +149,7 @@ void rank_children(const Trees& trees, const std::vector<Tree>& grown, int64_t d
     int64_t first = 0;
     for (int64_t b = 0; b < trees.sessions; first += grown[b++].width) {
         const Seed& seed = trees.seeds[b];
-        if (seed.sampled < 0 || !grown[b].width) continue;
+        if (seed.sampled < 0) continue;
         sampled.push_back(trees.sampled[seed.sampled]), owners.push_back(b);
         sampled.back().first = int64_t(session_of.size()), sampled.back().row = first;
         session_of.insert(session_of.end(), grown[b].width, int64_t(sampled.size()) - 1);
