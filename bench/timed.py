@@ -144,7 +144,7 @@ async def serve_target(config: Config, timing: Timing, stop: asyncio.Event, read
         return
     drafter_worker = draft(config, timing, device)
     drafter_worker.start()
-    link = LocalLink("local", target.hello, target.worker.following, drafter_worker)
+    link = LocalLink(target.hello, target.worker.following, drafter_worker)
 
     def on_ready() -> None:
         target.service.drafts = lambda: [link.status()]

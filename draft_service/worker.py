@@ -54,7 +54,7 @@ from slipstream.engine.device import own_stream, threads
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import DraftMetrics
 from slipstream.observe.spans import Span, Spans
-from slipstream.observe.trace import Trace, commit_key, growth_key
+from slipstream.observe.trace import DEVICE, Trace, commit_key, growth_key
 from slipstream.observe.vitals import Vitals
 from slipstream.protocol.conduct import MAX_GROWTHS_AHEAD, FaultRate, Pace, donor_by_host
 from slipstream.protocol.messages import (
@@ -531,12 +531,12 @@ class DraftWorker:
 
     def _trace_round(self, round_: Round) -> None:
         for session, base, received_s in round_.received:
-            self._trace.received("device", "commit", commit_key(session, base), received_s)
+            self._trace.received("commit", commit_key(session, base), received_s)
         if (call := round_.grow_call) is None:
             return
-        self._trace.span("device", call.name, call.began_s, call.ended_s, sessions=call.sessions)
+        self._trace.span(DEVICE, call.name, call.began_s, call.ended_s, sessions=call.sessions)
         for _, growth in round_.growths:
-            self._trace.sent("device", "growth", growth_key(growth), call.ended_s)
+            self._trace.sent("growth", growth_key(growth), call.ended_s)
 
     def _drop(self, session: DraftSession, reason: str, round_: Round) -> None:
         self._forget(session, round_)

@@ -31,7 +31,7 @@ from slipstream.following.following import Following
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.spans import Spans
-from slipstream.observe.trace import Trace
+from slipstream.observe.trace import DEVICE, Trace
 from slipstream.observe.vitals import BEAT_S, Vitals
 from slipstream.protocol.requests import Finish, Piece, PromptScores, Request, State
 from slipstream.protocol.tree import Thresholds
@@ -343,7 +343,7 @@ class TargetWorker:
             return None
         step = Step(began_s, self._clock() - began_s, rows, len(trees), nodes, num_read, bool(prefill))
         if self._trace.enabled:
-            self._trace.span("device", "verify", began_s, step.ended_s, rows=rows)
+            self._trace.span(DEVICE, "verify", began_s, step.ended_s, rows=rows)
         for sequence, _ in [*prefill, *trees]:
             sequence.stepped = True
         return StepResult(step, [sequence for sequence, _ in prefill], self._without_failed(outcomes), scored)

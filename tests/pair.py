@@ -181,7 +181,7 @@ async def local_link(rig: Rig, peers: PeerEvents, events: LinkEvents | None = No
 @contextmanager
 def local_link_to(hello: TargetHello, events: LinkEvents, peers: PeerEvents) -> Iterator[LocalLink]:
     """The same for a target that is not a rig."""
-    link = LocalLink("local", hello, events, peers)
+    link = LocalLink(hello, events, peers)
     link.restore()
     try:
         yield link

@@ -22,11 +22,11 @@ def test_the_way_of_a_round_is_read_off_two_traces(tmp_path: Path, monkeypatch: 
     timing, at_s = Timing(step_s=0.02, draft_s=0.005), 100.0
     for turn in range(3):
         target.span("device", "verify", at_s, at_s + 0.021, rows=1)
-        target.sent("device", "commit", f"c{turn}", at_s + 0.021)
-        draft.received("device", "commit", f"c{turn}", at_s + 0.023)
+        target.sent("commit", f"c{turn}", at_s + 0.021)
+        draft.received("commit", f"c{turn}", at_s + 0.023)
         draft.span("device", "tree", at_s + 0.026, at_s + 0.035, sessions=1)
-        draft.sent("device", "growth", f"g{turn}", at_s + 0.035)
-        target.received("device", "growth", f"g{turn}", at_s + 0.040)
+        draft.sent("growth", f"g{turn}", at_s + 0.035)
+        target.received("growth", f"g{turn}", at_s + 0.040)
         at_s += 0.046
     for trace in (target, draft):
         trace.write()

@@ -181,7 +181,7 @@ def pair(kind: str, run_ahead: int, folders: dict[str, Path], clock: Callable[[]
     shape = model.config
     hello = TargetHello(PROTOCOL_VERSION, 0, "tiny", shape.vocab_size, "", shape.hidden_size, shape.num_layers,
                         shape.max_context)
-    return target, draft, LocalLink("local", hello, target.following, draft), compared
+    return target, draft, LocalLink(hello, target.following, draft), compared
 
 
 def ask(target: TargetWorker, first: int, texts: list[list[int]], rng: random.Random, vocabulary: Vocabulary) -> None:

@@ -237,9 +237,9 @@ def test_a_step_is_held_where_one_is_sooner_over_than_two() -> None:
 def test_traces_of_two_processes_fit_together(tmp_path: Path) -> None:
     target, draft = Trace(str(tmp_path / "target"), "target"), Trace(str(tmp_path / "draft"), "draft")
     target.span("device", "verify", 1.0, 1.02, rows=4)
-    target.sent("device", "commit", commit_key(1, 9), 1.02)
-    draft.received("device", "commit", commit_key(1, 9), 1.021)
-    draft.sent("device", "growth", growth_key(Growth.empty(1, 10)), 1.03)
+    target.sent("commit", commit_key(1, 9), 1.02)
+    draft.received("commit", commit_key(1, 9), 1.021)
+    draft.sent("growth", growth_key(Growth.empty(1, 10)), 1.03)
     target.write()
     draft.write()
     events = [event for name in ("target", "draft")

@@ -466,7 +466,7 @@ async def test_a_black_hole_is_noticed_on_both_sides() -> None:
 
 
 def local(echo: Echo, target: Target) -> LocalLink:
-    return LocalLink("local", HELLO, target, echo)
+    return LocalLink(HELLO, target, echo)
 
 
 def test_local_link_speaks_the_same_protocol() -> None:

@@ -97,7 +97,7 @@ async def _start_pair(options: StageOptions, count: int) -> Pair:
     backend.warm()
     drafter = NeuralDrafter("eagle3", network, config.draft.growth, count, WINDOW // 2, backend)
     draft = DraftWorker(drafter, "", LEASE_S, device=options.device)
-    link = LocalLink("local", target.hello, target.worker.following, draft)
+    link = LocalLink(target.hello, target.worker.following, draft)
     pair = Pair(target, draft, link)
     draft.start()
     target.worker.start()

@@ -36,7 +36,7 @@ async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None]) 
     _check_settings(config)
     target = await asyncio.to_thread(build_target, config, asyncio.get_running_loop())
     draft = await asyncio.to_thread(build_draft, config)
-    link = LocalLink("local", target.hello, target.worker.following, draft)
+    link = LocalLink(target.hello, target.worker.following, draft)
     target.service.drafts = lambda: [link.status()]
     serving = asyncio.Event()
     pages = [MetricsServer(config.target.metrics_listen, target.metrics.registry, serving.is_set, target.vitals),

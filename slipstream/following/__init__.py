@@ -3,7 +3,7 @@
 An engine calls it on its own thread. Links (``messages.Link``: gRPC, in process, or a test's) may call from any thread.
 
     following = Following(TargetSection(), StepCosts({1: 0.02, 64: 0.03}), TargetMetrics("model"))
-    link = LocalLink("draft", hello, following, peers)   # or wire.link.DraftLink
+    link = LocalLink(hello, following, peers)   # or wire.link.DraftLink
     followed = following.open(1, tokens, prompt_len, Sampling(), limit=len(tokens) + 100)
     following.begin([followed], now_s)
     while not over:

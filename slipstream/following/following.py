@@ -392,7 +392,7 @@ class Following:
                 self._metrics.stale_growth()
                 continue
             if self._trace.enabled and isinstance(item, Growth):
-                self._trace.received("device", "growth", growth_key(item), received_s)
+                self._trace.received("growth", growth_key(item), received_s)
             try:
                 followed.receive(item, received_s)
             except RemoteProtocolError as error:
@@ -424,7 +424,7 @@ class Following:
         self._trace.span(lane, "round", step.began_s, step.ended_s, drafted=record.drafted, accepted=record.accepted,
                          why=record.why)
         if followed.link is not None:
-            self._trace.sent("device", "commit", commit_key(followed.session, base), step.ended_s)
+            self._trace.sent("commit", commit_key(followed.session, base), step.ended_s)
 
 
 def _report_error(failed: OnError | None, session: int, error: Exception) -> None:

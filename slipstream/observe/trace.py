@@ -25,6 +25,7 @@ from slipstream.observe.spans import Value
 from slipstream.protocol.messages import Growth
 
 MAX_EVENTS = 200_000
+DEVICE = "device"  # the row of what a device computes, at which arrows begin and end
 
 
 class Trace:
@@ -46,13 +47,13 @@ class Trace:
         """Record that ``name`` lasted from ``began_s`` to ``ended_s``."""
         self._add(row, began_s, ph="X", name=name, dur=round(1e6 * max(0.0, ended_s - began_s), 1), args=values)
 
-    def sent(self, row: str, name: str, key: str, at_s: float) -> None:
+    def sent(self, name: str, key: str, at_s: float) -> None:
         """Record that a message left for another process."""
-        self._add(row, at_s, ph="s", cat="wire", name=name, id=key)
+        self._add(DEVICE, at_s, ph="s", cat="wire", name=name, id=key)
 
-    def received(self, row: str, name: str, key: str, at_s: float) -> None:
+    def received(self, name: str, key: str, at_s: float) -> None:
         """Record that a message arrived."""
-        self._add(row, at_s, ph="f", bp="e", cat="wire", name=name, id=key)
+        self._add(DEVICE, at_s, ph="f", bp="e", cat="wire", name=name, id=key)
 
     def write(self) -> None:
         """Write the kept events. Raises ConfigError when the file cannot be written."""

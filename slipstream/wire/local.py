@@ -53,8 +53,9 @@ class LocalPeer:
 class LocalLink:
     """Connects ``events`` (the target's) and ``peers`` (the draft's). Down until ``restore`` is called."""
 
-    def __init__(self, address: str, hello: TargetHello, events: LinkEvents, peers: PeerEvents) -> None:
-        self.address = address
+    address = "local"
+
+    def __init__(self, hello: TargetHello, events: LinkEvents, peers: PeerEvents) -> None:
         self.counts = WireCounts()
         self._hello = hello
         self._events = events
