@@ -108,7 +108,17 @@ def test_the_kernels_choose_the_rows_that_the_tree_chooses(head: EagleHead, equa
         patched.setattr(both.drafters[0], "_grow_level", None)
         both.grow(list(range(1, 13)), list(range(1, 13)))
     assert both.watched.calls == [8, 4]
-    both.grow(list(range(1, 13)))  # deeper, from the rows that were not left out
+    both.close()
+
+
+def test_a_tree_goes_on_from_rows_beside_which_others_were_left_out(head: EagleHead) -> None:
+    columns, sessions = 4 * head.tensors["lm_head.weight"], list(range(1, 13))
+    both = WholeTrees(replace(head, tensors={**head.tensors, "lm_head.weight": columns}), 4, 3)
+    for length in range(3, 11):
+        for session in sessions:
+            both.open(session, length)
+        both.grow(sessions, [6, 7, 8, 9, 10, 11] * 2)
+        both.grow(sessions)
     both.close()
 
 
