@@ -280,6 +280,19 @@ def test_short_answers_are_as_fast_as_the_better_of_none_and_all(requests: int, 
     assert tokens_per_s[2] > 0.95 * max(tokens_per_s)
 
 
+def test_trees_that_come_steps_too_late_are_not_read_for_ever() -> None:
+    """The host reads each of them, and all requests stand still meanwhile."""
+    tokens_per_s = list[float]()
+    for drafts in (False, True):
+        one = engine(requests=24)
+        if drafts:
+            one.draft(says=right(0.6), delay_s=0.045)
+            one.runs(10.0)
+        tokens_per_s.append(one.tokens_per_s(10.0))
+        check(one)
+    assert tokens_per_s[1] > 0.93 * tokens_per_s[0]
+
+
 def test_nonsense_is_told_once() -> None:
     with capture_logs() as lines:
         one = engine(requests=4)

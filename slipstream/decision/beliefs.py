@@ -527,6 +527,8 @@ class Ledger:
         return self.spent_s - self.earned_s
 
 
+LATE_RATE = 0.02  # of a round that changes what is believed of trees that nobody waits for
+LATE_FADE = 1e-5  # of a round without one: about one in fifty is asked for where none ever helped
 MAX_RUN_AHEAD = 4  # sessions drafted for, above which none is grown ahead: others' steps hide an exchange
 
 
@@ -534,8 +536,8 @@ class Beliefs:
     """Measurements that the sessions of one target (or the answers of one draft pool) share. ``shared_cores``: drafts
     compute on the cores of their target. ``lockstep``: each step is one of all sessions, so that a wait delays all."""
 
-    __slots__ = ("_hit_rate", "_num_asking", "acceptance", "budget", "costs", "latency", "lockstep", "reading",
-                 "time_value", "without_drafter")
+    __slots__ = ("_hit_rate", "_num_asking", "acceptance", "budget", "costs", "late_rate", "latency", "lockstep",
+                 "reading", "time_value", "without_drafter")
 
     def __init__(self, costs: StepCosts, shared_cores: bool = False, lockstep: bool = False) -> None:
         self.costs = costs
@@ -548,6 +550,7 @@ class Beliefs:
         # Over all sessions; sampled text is harder to foresee, so what is known of it is kept apart.
         self.acceptance = {sampled: Acceptance(keep=KEEP_SHARED) for sampled in (False, True)}
         self._hit_rate = 1.0
+        self.late_rate = 1.0  # of trees that were asked for and not awaited: of how many there was something to verify
         self._num_asking = 0  # sessions that ask for drafts
 
     def observe_round(self, earned_s: float, spent_s: float, lookup: bool) -> None:
@@ -571,6 +574,13 @@ class Beliefs:
     def observe_exchange(self, drafted: bool) -> None:
         """An exchange of any session, and whether it gave something to verify."""
         self._hit_rate += (1.0 - KEEP_SHARED) * (drafted - self._hit_rate)
+
+    def observe_late(self, asked: bool, drafted: bool) -> None:
+        """A round of any session without a wait for its tree. What is not asked for slowly counts as unknown again."""
+        if asked:
+            self.late_rate += LATE_RATE * (drafted - self.late_rate)
+        else:
+            self.late_rate += LATE_FADE * (1.0 - self.late_rate)
 
     def count_asking(self, asking: bool) -> None:
         """A session asks for drafts from now on, or does not any more. A session that ends stops asking first."""

@@ -31,6 +31,7 @@ from slipstream.base.value import value
 from slipstream.decision.beliefs import PLAIN_EVERY, Acceptance, Beliefs, DraftLatency, Ledger
 
 LOOKUP_GAIN = 1.02  # of a chain that costs no wait
+HOST_SHARE = 0.002  # of a plain step, in which the host reads a tree: all who are in the step wait
 IDLE_TOKENS = 128  # committed since a tree was asked for: on shared cores, to tell of more takes time there
 
 
@@ -408,14 +409,15 @@ def _decision(beliefs: Beliefs, case: PricedCase, verdict: WaitVerdict, rules: R
 
 def _late_tree_pays(case: PricedCase, beliefs: Beliefs, rules: Rules) -> bool:
     """Whether a tree that comes behind the step is worth being read. In a step of all its first token is decided by
-    then."""
+    then; one that comes behind several steps may never be of use."""
     state, inputs = case.state, case.inputs
     if not beliefs.lockstep or not inputs.followed or inputs.grows_ahead:
         return True
     if case.nodes < 2:
         return False
     expected = state.acceptance.expected(state.max_nodes)
-    return state.hit_rate * (expected[case.nodes] - expected[1]) > 1 - rules.leave_gain
+    share = state.hit_rate if state.hit_rate < beliefs.late_rate else beliefs.late_rate
+    return share * (expected[case.nodes] - expected[1]) > max(1 - rules.leave_gain, HOST_SHARE * case.prices.rows)
 
 
 def _request_verdict(case: PricedCase, beliefs: Beliefs, rules: Rules,

@@ -216,6 +216,8 @@ class SpeculationPolicy:
         state, decision, self._decision = self._state, self._decision, None
         earned_s, spent_s = self._account(round_)
         answered = not round_.lookup and self._count_answers(round_, decision)
+        if decision is not None and self._may_be_late(decision, round_):
+            self._beliefs.observe_late(decision.num_wanted > 0, round_.drafted > 0)
         silent_s = min(now_s - self._last_round_s, round_.verify_s + round_.wait_s)  # many answers share a step
         self.silent_s, self._last_round_s = self.silent_s + silent_s if state.num_silent else 0.0, now_s
         if round_.lookup or not state.wants_drafts:
@@ -230,6 +232,12 @@ class SpeculationPolicy:
         risk_s = self._risk_s + self._rules.leave_gain * spent_s - earned_s
         self._risk_s = risk_s if risk_s > 0.0 else 0.0
         return self._consider_leaving(now_s) if now_s - self._since_s >= MIN_DWELL_S else None
+
+    def _may_be_late(self, decision: Decision, round_: Round) -> bool:
+        """Whether the round shows if trees that nobody waits for are of use."""
+        inputs = self._inputs
+        return (self._state.wants_drafts and not decision.wait_s and not round_.lookup and inputs is not None
+                and inputs.followed and not inputs.unread_s)
 
     def _account(self, round_: Round) -> tuple[float, float]:
         """Learn from a round. Returns the seconds of plain decoding that it replaced and those that it cost."""
