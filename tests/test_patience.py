@@ -1,48 +1,79 @@
-"""How long a policy goes on with a drafter that says nothing, or that costs more than it gives."""
+"""Limits on waiting, on counted time: what takes too long ends, and nothing else changes."""
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
-from slipstream.base.config import PolicySection
-from slipstream.decision.beliefs import Beliefs, StepCosts
-from slipstream.decision.decide import Round, RoundInputs
-from slipstream.decision.policy import SpeculationPolicy
-
-GOOD_S = 1.0  # of good rounds before
+from router_service.admission import Limit
+from slipstream.base.errors import DeadlineExceeded
+from tests.counted import counted
 
 
-def steps_until_left(later: Round, first: Round | None = None, answers: int = 1, pause_s: float = 0.0) -> int:
-    """Steps with rounds like ``first`` and then ``later``, one of each answer, until the drafter is left. ``pause_s``:
-    between two steps nothing is computed."""
-    costs = StepCosts({1: later.verify_s, 64: later.verify_s})
-    policy, now_s = SpeculationPolicy(PolicySection(), Beliefs(costs)), 0.0
-    policy.num_answers = answers
-    while now_s < GOOD_S:
-        now_s += later.verify_s
-        assert policy.observe(now_s, Round(4, 4, later.verify_s, 0.0, exchange_s=0.002)) is None
-    for step in range(1, 1000):
-        round_ = first if first is not None and step == 1 else later
-        now_s += round_.verify_s + round_.wait_s + pause_s
-        for _ in range(answers):
-            policy.decide(RoundInputs(followed=True))
-            if policy.observe(now_s, round_) is not None:
-                return step
-    raise AssertionError("it was never left")
+def late() -> Exception:
+    return DeadlineExceeded("late")
 
 
-@pytest.mark.parametrize(("step_s", "wait_s", "pause_s", "answers", "steps"), [
-    (0.010, 0.005, 0.0, 1, 25),
-    (0.100, 0.005, 0.0, 1, 8),  # few long steps may be one stall
-    (0.010, 0.100, 0.0, 1, 15),
-    (0.010, 0.005, 1.0, 1, 25),  # between two questions nobody is silent
-    (0.010, 0.005, 0.0, 16, 25)], ids=str)
-def test_a_drafter_is_silent_after_a_quarter_of_a_second_and_eight_rounds(step_s: float, wait_s: float, pause_s: float,
-                                                                         answers: int, steps: int) -> None:
-    first = Round(0, 0, step_s, wait_s, late=True)
-    assert abs(steps_until_left(Round(0, 0, step_s, 0.0), first, answers, pause_s) - steps) <= 1
+def test_all_waits_together_end_in_time() -> None:
+    async def waits() -> float:
+        limit = Limit(late, 0.05)
+        with pytest.raises(DeadlineExceeded):
+            while True:
+                with limit:
+                    await asyncio.sleep(0.02)
+        with pytest.raises(DeadlineExceeded), limit:
+            raise AssertionError("nothing begins after the end")
+        task = asyncio.current_task()
+        assert task is not None and task.cancelling() == 0
+        return asyncio.get_running_loop().time()
+
+    assert counted(waits()) == pytest.approx(0.05)
 
 
-def test_what_many_answers_lose_in_one_step_counts_once() -> None:
-    wrong = Round(4, 0, 0.1, 0.1, exchange_s=0.1)
-    assert abs(steps_until_left(wrong, answers=4) - steps_until_left(wrong)) <= 2
+def test_a_single_wait_ends_in_time() -> None:
+    async def waits() -> float:
+        limit = Limit(late, 0.02)
+        with pytest.raises(DeadlineExceeded), limit:
+            await asyncio.Event().wait()
+        return asyncio.get_running_loop().time()
+
+    assert counted(waits()) == pytest.approx(0.02)
+
+
+def test_a_limit_that_is_closed_or_has_no_time_ends_when_it_is_told() -> None:
+    async def waits() -> None:
+        closed, untimed = Limit(late, 0.01), Limit(late)
+        closed.close()
+        for limit in (closed, untimed):
+            with limit:
+                await asyncio.sleep(3600.0)
+            asyncio.get_running_loop().call_soon(limit.fire)
+            with pytest.raises(DeadlineExceeded), limit:
+                await asyncio.Event().wait()
+            limit.close()
+
+    counted(waits())
+
+
+async def test_what_is_cancelled_from_outside_stays_cancelled() -> None:
+    limit, waiting = Limit(late, 30.0), asyncio.Event()
+
+    async def wait() -> None:
+        with limit:
+            waiting.set()
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(wait())
+    await waiting.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    limit.close()
+
+
+async def test_an_error_of_what_is_awaited_is_its_own() -> None:
+    limit = Limit(late, 30.0)
+    with pytest.raises(KeyError), limit:
+        raise KeyError("own")
+    limit.close()
