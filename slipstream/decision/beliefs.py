@@ -528,7 +528,7 @@ class Ledger:
 
 
 LATE_RATE = 0.02  # of a round that changes what is believed of trees that nobody waits for
-LATE_FADE = 1e-5  # of a round without one: about one in fifty is asked for where none ever helped
+LATE_FADE = 1e-5  # of a round without one: about one in a hundred is asked for where none ever helped
 MAX_RUN_AHEAD = 4  # sessions drafted for, above which none is grown ahead: others' steps hide an exchange
 
 

@@ -216,7 +216,7 @@ class SpeculationPolicy:
         state, decision, self._decision = self._state, self._decision, None
         earned_s, spent_s = self._account(round_)
         answered = not round_.lookup and self._count_answers(round_, decision)
-        if decision is not None and self._may_be_late(decision, round_):
+        if self._beliefs.lockstep and decision is not None and self._may_be_late(decision, round_):
             self._beliefs.observe_late(decision.num_wanted > 0, round_.drafted > 0)
         silent_s = min(now_s - self._last_round_s, round_.verify_s + round_.wait_s)  # many answers share a step
         self.silent_s, self._last_round_s = self.silent_s + silent_s if state.num_silent else 0.0, now_s
