@@ -6,7 +6,8 @@ import asyncio
 import json
 import shutil
 import sys
-from collections.abc import AsyncIterator, Callable
+import threading
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -22,9 +23,11 @@ from safetensors.torch import load_file, save_file
 from slipstream.base.config import Config, ModelSection
 from slipstream.base.errors import Draining, ModelChanged, ModelError, Unavailable
 from slipstream.engine.attention import TorchAttention
+from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.decoder import Decoder
 from slipstream.engine.graphs import GraphedDecoder, capture_eager
 from slipstream.engine.hf import HFModel
+from slipstream.engine.kv import KVPool
 from slipstream.engine.loading import CHOICE_PACKAGES, ROOT, identity_of, load_model
 from slipstream.engine.model import CausalModel, ModelConfig, load_tensors
 from slipstream.engine.ops.layer import TORCH, LayerOps
@@ -50,10 +53,36 @@ OTHER = Identity("other", "float32", "none", "echo")
 TOKENS = 120
 
 
+class Held:
+    """A model that, while it is held, takes as many steps as it is given: how far its answers are is the test's to say,
+    and not the machine's."""
+
+    def __init__(self, model: CausalModel) -> None:
+        self._model = model
+        self.held = False
+        self.steps = threading.Semaphore(0)
+        self.config, self.dtype, self.device = model.config, model.dtype, model.device
+        self.kernels = model.kernels
+
+    def forward(self, batch: ForwardBatch, pool: KVPool,
+                taps: tuple[int, ...] = ()) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if self.held:
+            self.steps.acquire()
+        return self._model.forward(batch, pool, taps)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._model.logits(hidden)
+
+    def let_go(self) -> None:
+        self.held = False
+        self.steps.release()
+
+
 @dataclass
 class Serving:
     """A target of a tiny model behind its own server."""
 
+    model: Held
     rig: Rig
     server: GrpcServer
     client: TargetClient
@@ -61,12 +90,19 @@ class Serving:
 
 @asynccontextmanager
 async def serving(folder: Path) -> AsyncIterator[Serving]:
-    async with target(folder, dtype="float32", slots=4096) as rig:
+    made: list[Held] = []
+
+    def around(model: CausalModel) -> CausalModel:
+        made.append(Held(model))
+        return made[0]
+
+    async with target(folder, dtype="float32", slots=4096, around=around) as rig:
         server = GrpcServer("127.0.0.1:0", WIRE, [TargetServicer(rig.service)])
         client = TargetClient(f"127.0.0.1:{await server.start()}")
         try:
-            yield Serving(rig, server, client)
+            yield Serving(made[0], rig, server, client)
         finally:
+            made[0].let_go()
             await client.aclose()
             await server.drain(0.0)
 
@@ -79,7 +115,7 @@ class Stream:
     error: dict[str, str] = field(default_factory=dict)
     finished: bool = False
 
-    async def read(self, r: Routing, prompt: str, seen: Callable[[], None]) -> None:
+    async def read(self, r: Routing, prompt: str) -> None:
         body = {"model": "tiny", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "stream": True,
                 "ignore_eos": True}
         async with r.http.stream("POST", COMPLETIONS, json=body) as response:
@@ -92,7 +128,6 @@ class Stream:
                 for choice in event.get("choices", ()):
                     self.text += choice["text"]
                     self.finished = self.finished or bool(choice["finish_reason"])
-                seen()
 
 
 async def texts(folder: Path, prompts: list[str], client: TargetClient) -> list[str]:
@@ -114,18 +149,28 @@ async def test_a_rollout_under_load_mixes_no_two_models(tiny_folder: Path, tmp_p
         of_old, of_new = [await texts(tiny_folder, prompts, one.client) for one in (old, new)]
         assert not set(of_old) & set(of_new)
         r = await stack.enter_async_context(routing(tiny_folder, old.client, new.client))
-        streams, count = [Stream() for _ in prompts], 0
+        old.model.held = new.model.held = True
+        streams = [Stream() for _ in prompts]
+        reading = [asyncio.create_task(stream.read(r, prompt)) for stream, prompt in zip(streams, prompts, strict=True)]
 
-        def seen() -> None:
-            nonlocal count
-            count += 1
+        def all_have_begun() -> bool:
+            for one in (old, new):
+                one.model.steps.release()
+            return all(stream.text for stream in streams)
 
-        reading = [asyncio.create_task(stream.read(r, prompt, seen))
-                   for stream, prompt in zip(streams, prompts, strict=True)]
-        await eventually(lambda: count >= 3 * len(prompts))
+        await eventually(all_have_begun)
         assert old.rig.worker.num_running and new.rig.worker.num_running, "nothing is at stake"
         if how == "drained":
-            assert not await old.rig.service.drain(0.0), "it has handed its answers back, and has got them again"
+            draining = asyncio.create_task(old.rig.service.drain(0.0))
+
+            def drained() -> bool:
+                old.model.steps.release()
+                return draining.done()
+
+            await eventually(drained)
+            assert not draining.result(), "it has handed its answers back, and has got them again"
+            old.model.let_go()
+        new.model.let_go()
         await old.server.drain(0.0)
         await asyncio.gather(*reading)
     ended = 0
