@@ -353,7 +353,7 @@ class Balancer:
             self._metrics.breaker(target.name, 0)
             self._log.info("target back", target=target.name)
         target.failures = target.ejections = 0
-        target.probe = None
+        target.ejected_until, target.probe = 0.0, None
 
     def count_failure(self, target: Target, error: SlipstreamError) -> None:
         """Count a failure that is the target's fault; a full or draining one does what it should."""

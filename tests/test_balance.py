@@ -313,6 +313,23 @@ async def test_the_last_target_is_never_ejected() -> None:
     assert len(await read(b.submit(request()))) == 8
 
 
+async def test_of_targets_that_are_all_ejected_the_first_to_answer_gets_the_requests() -> None:
+    """It stayed ejected until its pause was over: half of the requests still went to the one that fails."""
+    targets = [EchoTarget(fail_after=0, error=Unavailable("down")) for _ in range(2)]
+    b = balancer(*targets, retry_share=0.0, retry_reserve=0.0)
+    await b.poll()
+    for i in range(40):
+        with pytest.raises(Unavailable):
+            await read(b.submit(request((i,))))
+    targets[0].fail_after, targets[1].waiting = None, 1
+    await b.poll()
+    assert len(await read(b.submit(request((0,))))) == 8
+    targets[0].waiting = 2
+    await b.poll()
+    for i in range(40):
+        assert len(await read(b.submit(request((i,))))) == 8
+
+
 async def test_a_target_with_another_tokenizer_is_asked_by_nobody() -> None:
     """It would read other words than were written, and answer all the same."""
     class Hashed(EchoTarget):
