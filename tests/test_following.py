@@ -308,6 +308,33 @@ def test_a_draft_that_others_have_filled_is_not_told_every_text() -> None:
     assert opened(8), "where one of ours has left there is room"
 
 
+@pytest.mark.parametrize("tokens", [0, 3])
+def test_whom_a_full_draft_gives_up_another_takes_at_the_next_token(tokens: int) -> None:
+    """It decoded plainly for a second and more, beside a draft that had room, and then asked the full one again."""
+    world, full, free = Waits(), Heard("full"), Heard("free")
+    target = following(world=world)
+
+    def link_up(link: Heard) -> None:
+        target.link_up(link, DraftHello(PROTOCOL_VERSION, 0, "ngram", 0, "", None, 0, 4096, 16, 64))
+        target.inbox.drain()
+
+    def commit() -> None:
+        target.committed([Verified(1, (5,), 0, 0)], Step(world.now_s, STEP_S, 1, 1))
+        world.now_s += STEP_S
+
+    link_up(full)
+    one = target.open(1, PROMPT, len(PROMPT), Sampling(), 100)
+    target.begin([one], world.now_s)
+    for _ in range(tokens):
+        commit()
+    link_up(free)
+    target.received(full, [Drop(1, "capacity", one.side.base)], [])
+    target.inbox.drain()
+    assert one.link is None and one.policy.mode is Mode.SPECULATE
+    commit()
+    assert one.link is free
+
+
 def test_an_engine_without_rows_refuses_a_drafter_that_reads_them() -> None:
     target, link = following(), Heard()
     target.link_up(link, DraftHello(PROTOCOL_VERSION, 0, "head", 0, "", SPEC, 0, 4096, 16, 8))

@@ -217,7 +217,7 @@ class DraftWait:
 
 
 ROWS_PER_ITEM = 256  # feature rows of one item: well below the message limit for any known model
-RETRY_S = 1.0  # after a drafter gave the session up for lack of room
+RETRY_S = 1.0  # after a drafter gave the session up
 LOOK_AGAIN_S = 0.2  # on shared cores, until it is checked again whether a drafter would pay
 
 
@@ -469,16 +469,16 @@ class Followed:
         self._context.pool.release(link)
         if reason == "draining" and link is not None:
             self._context.pool.set_leaving(link, True)
-        elif reason in ("capacity", "failed", "invalid"):
+        elif reason == "capacity":
+            self._context.pool.refused(link, now_s)
+        elif reason in ("failed", "invalid"):
             self._retry_at_s = now_s + RETRY_S
-            if reason == "capacity":
-                self._context.pool.refused(link, now_s)
         else:  # whoever drops what it was just given must not have the whole text again for each token
             self._retry_at_s = max(self._retry_at_s, self._opened_s + RETRY_S)
         # A drafter hears nothing while a long prompt is computed, and its lease ends: it is opened again behind it.
-        can_move = reason == "draining" or (reason == "expired" and not self.side.num_output)
+        can_move = reason in ("draining", "capacity") or (reason == "expired" and not self.side.num_output)
         self.lost(now_s, "draft_unavailable", can_move, former_link=link)
-        if now_s >= self._retry_at_s:
+        if self._drafter_available(now_s):
             self.policy.drafter_ready(now_s)
 
     def _outcome(self, drafted: int, reading: bool, now_s: float) -> str:
