@@ -93,6 +93,10 @@ async def test_an_answer_is_load_once_whoever_tells_of_it() -> None:
     for answer in answers[:2]:
         await answer.aclose()
     assert b.pick(request()).load == 7
+    only.running.clear()  # it has not counted them yet
+    only.waiting = 0
+    await b.poll()
+    assert b.pick(request()).load == 3
     for answer in answers[2:]:
         await answer.aclose()
     assert not b.pick(request()).first_piece_limits, "nothing is kept of an answer that is over"
@@ -448,6 +452,18 @@ async def test_a_silent_target_loses_what_waits_for_its_first_piece() -> None:
     assert len(await reading) == 8
     assert len(good.requests) == 1 and not silent.running
     assert b.ready
+
+
+async def test_a_target_that_has_left_and_misses_a_poll_loses_what_waits_there() -> None:
+    silent, good = EchoTarget(hang=True), EchoTarget()
+    good.waiting = 10
+    b = balancer(silent, good, poll_timeout_s=0.01)
+    await b.poll()
+    reading = asyncio.ensure_future(read(b.submit(request())))
+    await settled()
+    b.pick(request()).delisted = silent.deaf = True
+    await b.poll()
+    assert len(await reading) == 8
 
 
 async def test_a_target_that_does_not_answer_keeps_no_other_from_being_asked() -> None:

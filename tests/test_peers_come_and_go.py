@@ -259,6 +259,21 @@ async def test_a_target_that_is_being_forgotten_gets_no_request() -> None:
     assert len(await sweeping) == 2 and all(target.closed for target in opened.values())
 
 
+async def test_a_target_that_could_not_be_opened_is_when_it_is_listed_again() -> None:
+    """As while certificates are replaced."""
+    problems = [ConfigError("no certificate")]
+
+    def connect(*_: str) -> Closing:
+        if problems:
+            raise problems.pop()
+        return Closing(asyncio.Event())
+
+    targets = Targets({}, connect)
+    for ready, known in (({"a:1": ""}, 0), ({}, 0), ({"a:1": ""}, 1)):
+        targets.update(ready)
+        assert len(list(targets)) == known
+
+
 async def test_a_target_that_is_found_while_others_are_closed_hinders_no_end() -> None:
     """Discovery goes on while a router drains."""
     gone, opened = asyncio.Event(), dict[str, Closing]()
