@@ -11,11 +11,11 @@ Rules:
 3. A request whose target fails or drains moves to another one. Before its first token that is a retry: at most a fifth
    of the requests, so that an outage is not multiplied. After it the answer is resumed, where it stopped: tokens are a
    function of prompt, seed, position and the target's identity. A begun answer goes only to a target of the same
-   identity; if there is none left, it ends with ModelChanged. Resuming waits until another target has room; but an
-   answer that loses several targets in a row without a new token ends. If no other target has its model and only the
-   connection broke, the same target is asked again once it answers. A target that drains takes no new work and hands
-   begun answers back; such a move does not count as a retry. If no other has the model, the draining target takes a
-   begun answer again.
+   identity; if there is none left, it ends with ModelChanged. Resuming waits until another target has room, or one
+   whose connection broke answers again; but an answer that loses several targets in a row without a new token ends. If
+   no other target has its model and only the connection broke, the same target is asked again once it answers. A target
+   that drains takes no new work and hands begun answers back; such a move does not count as a retry. If no other has
+   the model, the draining target takes a begun answer again.
 4. If a target answers no poll for long, or has left and misses one, the requests that still wait there for their first
    piece fail there and may be retried elsewhere.
 5. Targets of a fixed list stay, whatever happens to them. Discovered ones follow the roster's rules: one that left gets
@@ -75,6 +75,7 @@ class Target:
     in_flight: int = 0
     in_flight_at_poll: int = 0
     missed_polls: int = 0
+    answered_polls: int = 0
     failures: int = 0
     ejections: int = 0
     ejected_until: float = 0.0
@@ -117,6 +118,7 @@ class Target:
         """``problem``: why the target gets no work all the same; "" for none."""
         self.info, self.problem, self.draining = info, problem, info.draining
         self.missed_polls, self.in_flight_at_poll, self.unreachable = 0, self.in_flight, False
+        self.answered_polls += 1
 
     def set_unreachable(self) -> None:
         """The target answers nobody: end the waits for a first piece, so that these requests may be retried
@@ -374,7 +376,7 @@ class Balancer:
 
     def may_retry(self, request: Request, tried: Collection[str], error: SlipstreamError) -> bool:
         """Whether ``request``, not begun, may go to a target besides ``tried``; takes it from the budget."""
-        if isinstance(error, InvalidRequest) or not self._can_pick(request, tried):
+        if isinstance(error, InvalidRequest) or not self.can_pick(request, tried):
             return False
         if isinstance(error, Draining):
             return True
@@ -384,10 +386,6 @@ class Balancer:
         self._retries -= 1.0
         return True
 
-    def may_resume(self, request: Request, tried: Collection[str]) -> bool:
-        """Whether ``request``, begun, may go on at a target besides ``tried``."""
-        return len(tried) < self.rules.resume_tries and self._can_pick(request, tried)
-
     async def wait_for_return(self, request: Request, tried: set[str], target: Target) -> bool:
         """Wait until ``target``, one of ``tried`` whose call broke off, answers polls again and can go on with
         ``request``, or another can; no longer than until it counts as unreachable. Returns whether one can."""
@@ -395,20 +393,21 @@ class Balancer:
             await asyncio.sleep(self.rules.poll_every_s)
             if not target.problem and target.identity == request.identity is not None:
                 tried.discard(target.name)
-            if self._can_pick(request, tried):
+            if self.can_pick(request, tried):
                 return True
         return False
 
     async def wait_for_capacity(self, request: Request, full: Collection[str]) -> bool:
         """Wait while only targets in ``full`` could take ``request``. Returns whether it had to wait."""
-        if self._can_pick(request, full):
+        if self.can_pick(request, full):
             return False
         waiter = asyncio.get_running_loop().create_future()
         self._capacity_waiters.append(waiter)
         await waiter
         return True
 
-    def _can_pick(self, request: Request, tried: Collection[str]) -> bool:
+    def can_pick(self, request: Request, tried: Collection[str]) -> bool:
+        """Whether ``request`` may go to a target besides ``tried``."""
         try:
             self.pick(request, tried)
         except SlipstreamError:
@@ -472,6 +471,7 @@ class RoutedAnswer:
         # Since the last new token:
         self._tried: set[str] = set()  # targets that failed or refused
         self._full: set[str] = set()  # targets that had no room for the begun answer, or drain
+        self._cut: dict[Target, int] = {}  # targets whose call broke off, and how many polls they had answered by then
         self._num_lost = 0  # targets that were lost
         self._target: Target | None = None
         self._answer: Answer | None = None
@@ -501,6 +501,7 @@ class RoutedAnswer:
                 self.identity = self._sent.identity
                 self._tried.clear()  # a target that failed or refused before may have changed by now
                 self._full.clear()
+                self._cut.clear()
                 self._num_lost = 0
                 self._balancer.count_success(target)
             self._emitted.extend(piece.tokens)
@@ -569,12 +570,16 @@ class RoutedAnswer:
         full = isinstance(error, CapacityError | Draining)
         (self._full if full else self._tried).add(target.name)
         self._num_lost += not full
-        while self._balancer.may_resume(remaining, self._tried):
+        if self._num_lost >= self._balancer.rules.resume_tries:
+            return False
+        if isinstance(error, CallLost):
+            self._cut[target] = target.answered_polls
+        while self._balancer.can_pick(remaining, self._tried):
             if not await self._balancer.wait_for_capacity(remaining, self._tried | self._full):
                 return True
             self._full.clear()
-        return (isinstance(error, CallLost) and self._num_lost < self._balancer.rules.resume_tries
-                and await self._balancer.wait_for_return(remaining, self._tried, target))
+            self._tried -= {cut.name for cut, polls in self._cut.items() if cut.ready and cut.answered_polls > polls}
+        return isinstance(error, CallLost) and await self._balancer.wait_for_return(remaining, self._tried, target)
 
     async def _leave(self) -> None:
         answer, target = self._answer, self._target

@@ -11,7 +11,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from router_service.balance import POLL_BATCH, Balancer, BalanceRules, Target, Targets
-from slipstream.base.errors import CapacityError, Draining, InvalidRequest, SlipstreamError, Unavailable
+from slipstream.base.errors import CallLost, CapacityError, Draining, InvalidRequest, SlipstreamError, Unavailable
 from slipstream.observe.metrics import RouterMetrics
 from slipstream.observe.vitals import background_tasks
 from slipstream.protocol.requests import Answer, Request, Sampling, TargetInfo, needs_of
@@ -177,6 +177,26 @@ async def test_a_request_goes_where_it_fits() -> None:
     alone = balancer(small)
     await alone.poll()
     assert alone.pick(long).name == "t0", "which says what is wrong"
+
+
+async def test_while_others_are_full_a_target_that_is_back_gets_its_answers_again() -> None:
+    """They waited for room elsewhere, and new requests had all of it."""
+    whole = await read(balancer(EchoTarget()).submit(request((1, 2), 30)))
+    back, full = EchoTarget(fail_after=3, error=CallLost("reset")), EchoTarget(fail_after=0)
+    full.waiting = 10
+    b = balancer(back, full)
+    await b.poll()
+    reading = asyncio.ensure_future(read(b.submit(request((1, 2), 30))))
+    await settled()
+    back.fail_after = None
+    for _ in range(3):
+        assert len(await read(b.submit(request((1,))))) == 8
+        await settled()
+        assert not any(asked.answered for asked in back.requests), "no poll says yet that it has not died"
+    await b.poll()
+    await settled()
+    assert reading.done() and await reading == whole
+    assert len(full.requests) > 1
 
 
 async def test_retries_are_a_fifth_of_the_requests_at_most() -> None:
