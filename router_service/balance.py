@@ -369,7 +369,7 @@ class Balancer:
         if target.failures < self.rules.failures_until_ejected and not target.ejections:
             return
         pause = min(self.rules.ejected_min_s * 2.0**target.ejections, self.rules.ejected_max_s)
-        target.failures, target.ejections, target.probe = 0, target.ejections + 1, None
+        target.ejections += 1
         target.ejected_until = self._clock() + pause
         self._metrics.breaker(target.name, 2)
         self._log.warning("target ejected", target=target.name, seconds=pause, error=type(error).__name__)

@@ -11,7 +11,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from router_service.balance import POLL_BATCH, Balancer, BalanceRules, Target, Targets
-from slipstream.base.errors import CallLost, CapacityError, Draining, InvalidRequest, SlipstreamError, Unavailable
+from slipstream.base.errors import CapacityError, Draining, InvalidRequest, SlipstreamError, Unavailable
 from slipstream.observe.metrics import RouterMetrics
 from slipstream.observe.vitals import background_tasks
 from slipstream.protocol.requests import Answer, Request, Sampling, TargetInfo, needs_of
@@ -179,24 +179,25 @@ async def test_a_request_goes_where_it_fits() -> None:
     assert alone.pick(long).name == "t0", "which says what is wrong"
 
 
-async def test_while_others_are_full_a_target_that_is_back_gets_its_answers_again() -> None:
-    """They waited for room elsewhere, and new requests had all of it."""
-    whole = await read(balancer(EchoTarget()).submit(request((1, 2), 30)))
-    back, full = EchoTarget(fail_after=3, error=CallLost("reset")), EchoTarget(fail_after=0)
-    full.waiting = 10
-    b = balancer(back, full)
+async def test_where_no_target_is_well_one_that_answers_is_asked() -> None:
+    answers, deaf = EchoTarget(), EchoTarget()
+    b = balancer(answers, deaf, poll_timeout_s=0.01)
     await b.poll()
-    reading = asyncio.ensure_future(read(b.submit(request((1, 2), 30))))
-    await settled()
-    back.fail_after = None
+    answers.waiting, deaf.deaf = 10, True
+    await b.poll()
+    b.pick(request((1,))).delisted = True
+    assert b.pick(request((1,))).name == "t0"
+    deaf.deaf, begun = False, replace(request(), answered=1, identity=deaf.identity)
+    answers.draining = deaf.draining = True
+    await b.poll()
+    assert b.pick(begun).name in ("t0", "t1")
+    with pytest.raises(Draining):
+        b.pick(request())
+    answers.deaf = deaf.deaf = True
     for _ in range(3):
-        assert len(await read(b.submit(request((1,))))) == 8
-        await settled()
-        assert not any(asked.answered for asked in back.requests), "no poll says yet that it has not died"
-    await b.poll()
-    await settled()
-    assert reading.done() and await reading == whole
-    assert len(full.requests) > 1
+        await b.poll()
+    with pytest.raises(Draining):
+        b.pick(begun)
 
 
 async def test_retries_are_a_fifth_of_the_requests_at_most() -> None:

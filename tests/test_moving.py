@@ -15,7 +15,7 @@ import pytest
 from bench.fleet import free_port
 from router_service.balance import Balancer, BalanceRules, Targets
 from slipstream.base.config import WireSection
-from slipstream.base.errors import CapacityError, Draining, InvalidRequest, SlipstreamError, Unavailable
+from slipstream.base.errors import CallLost, CapacityError, Draining, InvalidRequest, SlipstreamError, Unavailable
 from slipstream.observe.metrics import RouterMetrics
 from slipstream.protocol.identity import Identity
 from slipstream.protocol.requests import Answer, Request, Sampling
@@ -25,7 +25,7 @@ from slipstream.wire.server import GrpcServer
 from slipstream.wire.target import TargetClient, TargetServicer
 from target_service.assembly import Target
 from tests.echo import EchoTarget, answer_bytes
-from tests.loop import eventually
+from tests.loop import eventually, settled
 from tests.names import Names
 from tests.test_fleet import QUICK, timed_target
 from tests.test_timed import text
@@ -139,6 +139,45 @@ async def test_who_waits_for_room_goes_on_when_another_answer_leaves() -> None:
     full.fail_after, full.stall_after = None, -1
     await holder.aclose()
     assert await reading == answer_bytes(echo_request())[:30]
+
+
+async def test_while_others_are_full_a_target_that_is_back_gets_its_answers_again() -> None:
+    """They waited for room elsewhere, and new requests had all of it."""
+    whole = await read((await balanced(EchoTarget())).submit(echo_request()))
+    back, full = EchoTarget(fail_after=3, error=CallLost("reset")), EchoTarget(fail_after=0)
+    full.waiting = 10
+    b = await balanced(back, full)
+    reading = asyncio.ensure_future(read(b.submit(echo_request())))
+    await settled()
+    back.fail_after = None
+    for _ in range(3):
+        assert len(await read(b.submit(echo_request(8)))) == 8
+        await settled()
+        assert not any(asked.answered for asked in back.requests), "no poll says yet that it has not died"
+    await b.poll()
+    await settled()
+    assert reading.done() and await reading == whole
+    assert len(full.requests) > 1
+
+
+async def test_who_was_full_is_asked_again_after_a_piece() -> None:
+    short, full, other = EchoTarget(fail_after=1, error=Unavailable("gone")), EchoTarget(fail_after=0), EchoTarget()
+    full.waiting, other.waiting, other.fail_after, other.error = 10, 20, 1, short.error
+    b = await balanced(short, full, other)
+    answer = b.submit(echo_request())
+    begun = [*(await anext(answer)).tokens, *(await anext(answer)).tokens]
+    assert len(full.requests) == len(other.requests) == 1
+    full.fail_after = None
+    assert len([*begun, *await read(answer)]) == 30 and len(full.requests) == 2
+
+
+async def test_who_left_while_it_waited_for_room_keeps_no_other_waiting() -> None:
+    b = await balanced(EchoTarget())
+    gone, waiting = [asyncio.ensure_future(b.wait_for_capacity(echo_request(), {"t0"})) for _ in range(2)]
+    await settled()
+    gone.cancel()
+    await settled()
+    assert len(await read(b.submit(echo_request()))) == 30 and await waiting
 
 
 async def test_an_answer_that_fells_whatever_takes_it_does_not_fell_all() -> None:
