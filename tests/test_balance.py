@@ -475,6 +475,15 @@ async def test_a_silent_target_loses_what_waits_for_its_first_piece() -> None:
     assert b.ready
 
 
+async def test_who_is_sent_to_a_silent_target_for_want_of_others_does_not_wait_there() -> None:
+    silent = EchoTarget(hang=True)
+    silent.deaf = True
+    b = balancer(silent, poll_timeout_s=0.01, polls_until_unreachable=1)
+    await b.poll()
+    with pytest.raises(Unavailable):
+        await read(b.submit(request()))
+
+
 async def test_a_target_that_has_left_and_misses_a_poll_loses_what_waits_there() -> None:
     silent, good = EchoTarget(hang=True), EchoTarget()
     good.waiting = 10
