@@ -302,6 +302,7 @@ class TargetWorker:
             self._kv.release(sequence)
             self._metrics.preempted()
             self._log.debug("put back", session=number)
+        begun = list[Sequence]()
         for number in plan.admit:
             sequence = self._queues.admit(number)
             self._kv.admit(sequence)
@@ -309,9 +310,11 @@ class TargetWorker:
                 sequence.cached_tokens = sequence.num_computed
                 self._metrics.prompt(sequence.base, sequence.num_computed)
             if sequence.request.max_tokens:
-                self.following.begin([sequence.followed], self._clock())
-                self._kv.send_prompt_rows([sequence])
+                begun.append(sequence)
             self._end_if_prompt_only(sequence)
+        if begun:  # together, so that each gets an equal part of the rows that may be sent at once
+            self.following.begin([sequence.followed for sequence in begun], self._clock())
+            self._kv.send_prompt_rows(begun)
 
     def _forward(self, plan: Schedule) -> StepResult | None:
         """Compute the step. None: there was none, or the device failed. Raises RanksLost, or Unavailable where the

@@ -6,8 +6,9 @@ import asyncio
 import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,9 +25,20 @@ from slipstream.engine.device import threads
 from slipstream.engine.hf import HFModel
 from slipstream.engine.loading import load_model
 from slipstream.engine.runner import ModelRunner
+from slipstream.following import following
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.spans import Spans, Value
-from slipstream.protocol.messages import PROTOCOL_VERSION, Close, Commit, DraftBound, DraftHello, Growth, Open
+from slipstream.protocol.messages import (
+    PROTOCOL_VERSION,
+    Close,
+    Commit,
+    DraftBound,
+    DraftHello,
+    Features,
+    FeatureSpec,
+    Growth,
+    Open,
+)
 from slipstream.protocol.requests import Piece, Request, Sampling
 from slipstream.protocol.tree import DraftTree
 from target_service.loop import TargetWorker
@@ -90,6 +102,33 @@ def test_the_engine_thread_has_the_threads_that_its_model_was_made_with(tiny_fol
         worker.post(lambda: inside.append(torch.get_num_threads()))
         worker.stop()
     assert inside == [3]
+
+
+def test_answers_that_begin_together_get_equal_parts_of_the_rows_that_may_be_sent(
+        tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples of one long prompt: the first got all of its rows, the last none, and their drafts were worse for it."""
+    prompt, told, rows = tuple(range(1, 101)), list[Piece | Exception](), Counter[int]()
+    runner = ModelRunner(load_model(tiny_folder, ModelSection(dtype="float64")), 2048)
+    width = runner.model.config.hidden_size
+    monkeypatch.setattr(following, "MAX_ROW_BYTES", 2 * len(prompt) * 4 * width)
+
+    class Link(Heard):
+        def send(self, items: Sequence[DraftBound]) -> None:
+            rows.update({item.session: item.num_rows for item in items if isinstance(item, Features)})
+
+    policy = PolicySection(always=True, deadline_max_s=1e-3)
+    worker = TargetWorker(runner, TargetSection(policy=policy, slots=2048), StepCosts({1: 1e-3, 64: 2e-3}),
+                          TargetMetrics("tiny"), deliver)
+    worker.following.link_up(Link(), replace(HELLO, features=FeatureSpec((1,), width)))
+    worker.add_request(1, Request("first", prompt, Sampling(), 1), told.append)
+    while not told:
+        worker.poll()
+    rows.clear()
+    for number in range(2, 6):
+        worker.add_request(number, Request(str(number), prompt, Sampling(), 8), told.append)
+    while len(told) < 9:
+        worker.poll()
+    assert set(rows.values()) == {len(prompt) // 2} and len(rows) == 4
 
 
 def test_an_answer_that_is_left_alone_is_shown_as_gone(tiny_folder: Path) -> None:
