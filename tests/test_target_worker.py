@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import os
 import re
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -43,7 +45,8 @@ from slipstream.protocol.requests import Piece, Request, Sampling
 from slipstream.protocol.tree import DraftTree
 from target_service.loop import TargetWorker
 from target_service.sequence import Sink
-from target_service.service import TargetAnswer, deliver
+from target_service.service import Delivery, Pieces, TargetAnswer, deliver
+from tests.loop import eventually
 
 HELLO = DraftHello(PROTOCOL_VERSION, 0, "silent", 0, "", None, 0, 4096, 16, 8)
 
@@ -373,3 +376,46 @@ def test_no_draft_reaches_beyond_the_positions_that_a_model_has() -> None:
     assert [piece for piece in told if isinstance(piece, Exception)] == []
     assert sum(len(piece.tokens) for piece in told if isinstance(piece, Piece)) == 10
     assert any(piece.drafted for piece in told if isinstance(piece, Piece))
+
+
+def open_pipes() -> int:
+    links = (os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd"))
+    return sum("pipe:" in link for link in links)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="it counts open files as Linux lists them")
+@pytest.mark.parametrize("loop_ends_first", [False, True])
+def test_pieces_of_another_thread_come_in_order_and_their_pipe_is_closed(loop_ends_first: bool) -> None:
+    taken, before = list[Piece | Exception](), open_pipes()
+    lists: list[Pieces] = [[(taken.append, Piece((n,))), (taken.append, Piece((n + 1,)))] for n in range(0, 1000, 2)]
+
+    def failing(_: Piece | Exception) -> None:
+        raise ValueError("a reader is broken")
+
+    async def read() -> Delivery | None:
+        loop = asyncio.get_running_loop()
+        failed = list[type]()
+        loop.set_exception_handler(lambda _, context: failed.append(type(context["exception"])))
+        delivery = Delivery(loop)
+        delivery([(failing, Piece((9,)))])
+        sending = threading.Thread(target=lambda: deque(map(delivery, lists)))
+        sending.start()
+        await eventually(lambda: len(taken) == 1000)
+        await asyncio.to_thread(sending.join)
+        assert failed == [ValueError]
+        assert open_pipes() == before + 2
+        return delivery if loop_ends_first else None
+
+    async def read_and_leave() -> Delivery | None:
+        delivery = await read()
+        if delivery is None:
+            await eventually(lambda: open_pipes() == before)
+        return delivery
+
+    delivery = asyncio.run(read_and_leave())
+    assert [piece.tokens[0] for piece in taken if isinstance(piece, Piece)] == list(range(1000))
+    if delivery is not None:
+        delivery([(taken.append, Piece((1,)))])
+        del delivery
+    gc.collect()
+    assert open_pipes() == before and len(taken) == 1000
