@@ -70,7 +70,8 @@ class Steps:
 
 @dataclass
 class OneOfThem:
-    """Counts up from its prompt's first token; a prompt that begins with 66 fails after two pieces."""
+    """Counts up from its prompt's first token. After two pieces, a prompt that begins with 66 fails, and one with 77
+    ends without an end."""
 
     steps: Steps
     request: Request
@@ -81,6 +82,8 @@ class OneOfThem:
             await asyncio.sleep(0)
             if n == 2 and self.request.tokens[0] == 66:
                 raise InvalidRequest("tokens", "sixty-six", "odd")
+            if n == 2 and self.request.tokens[0] == 77:
+                return
             self.steps.sent[self.request.request_id] = n + 1
             last = n + 1 == self.request.max_tokens
             yield Piece((self.request.tokens[0] + n,), finish="length" if last else "")
@@ -126,10 +129,11 @@ async def test_what_one_meets_is_its_own_affair() -> None:
     steps = Steps()
     steps.go.set()
     async with served(steps) as (_, client):
-        requests = [asked(100), asked(13), asked(66), replace(asked(20), namespace="a b"), asked(101)]
+        requests = [asked(100), asked(13), asked(66), replace(asked(20), namespace="a b"), asked(101), asked(77)]
         results = await asyncio.gather(*(tokens_of(client, one) for one in requests), return_exceptions=True)
         assert results[0] == [*range(100, 120)] and results[4] == [*range(101, 121)]
         full, odd, unreadable = results[1:4]
+        assert isinstance(results[5], Unavailable), "an answer that was cut does not look finished, nor go on for ever"
         assert isinstance(full, CapacityError) and full.retry_after_s == 3.5
         assert isinstance(odd, InvalidRequest) and (odd.field, odd.code) == ("tokens", "odd")
         assert isinstance(unreadable, InvalidRequest) and unreadable.field == "namespace"
@@ -363,6 +367,59 @@ async def test_offered_pieces_keep_their_order_and_wait_where_they_come_from(hel
     await eventually(lambda: len(line.tokens) == 9 + held)
     assert line.tokens == [*range(9 + held)]
     call.cancel()
+
+
+class Unread(Written):
+    """A line whose other end reads nothing before ``reads`` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads = asyncio.Event()
+
+    async def write(self, message: bytes, /) -> None:
+        await self.reads.wait()
+        await super().write(message)
+
+
+async def test_of_a_caller_that_reads_nothing_no_more_is_taken_until_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.wire.target.MAX_WAITING_BYTES", 200)
+    steps, line = Steps(), Unread()
+    steps.go.set()
+    call = AnswerCall(steps)
+    running = asyncio.create_task(call.run(line))
+    for number in range(1, 121):
+        line.said.put_nowait(encode_answer_request(number, asked(100 + number, 100)))
+    for _ in range(500):
+        await asyncio.sleep(0)
+    assert line.said.qsize() > 60 and max(steps.sent.values()) < 50
+    line.reads.set()
+    await eventually(lambda: len(steps.closed) == 120)
+    line.reads.clear()
+    line.said.put_nowait(encode_answer_request(121, asked(300, 1)))
+    await settled()
+    call.drain()
+    line.reads.set()
+    await running
+    assert len(line.tokens) == 120 * 100 + 1 and not line.failed, "all that had waited to be sent"
+
+
+@pytest.mark.parametrize("left", [False, True])
+async def test_a_call_that_drains_refuses_new_answers_and_ends_after_the_last_one(left: bool) -> None:
+    steps, line = Steps(), Written()
+    call = AnswerCall(steps)
+    running = asyncio.create_task(call.run(line))
+    line.said.put_nowait(encode_answer_request(1, asked(100, 3)))
+    await settled()
+    call.drain()
+    line.said.put_nowait(encode_answer_request(2, asked(101, 3)))
+    await settled()
+    assert line.failed == [2] and len(steps.requests) == 1 and not running.done()
+    if left:
+        line.said.put_nowait(encode_answer_request(1, Flow.CLOSE))
+    else:
+        steps.go.set()
+    await running
+    assert line.tokens == ([] if left else [100, 101, 102]) and steps.closed == ["r100"]
 
 
 async def test_an_answer_that_is_left_in_the_frame_that_asks_for_it_is_freed() -> None:
