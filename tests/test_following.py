@@ -21,7 +21,7 @@ from slipstream.base.errors import RemoteProtocolError
 from slipstream.decision.beliefs import StepCosts
 from slipstream.decision.decide import Mode
 from slipstream.drafting.ngram import ORDERS, NgramDrafter
-from slipstream.following.followed import Followed, Step, Verified
+from slipstream.following.followed import LOOKED_UP, Followed, Step, Verified
 from slipstream.following.following import Following, Inbox
 from slipstream.following.pool import no_feature_rows
 from slipstream.observe.metrics import TargetMetrics
@@ -201,6 +201,52 @@ def test_nobody_waits_longer_than_told_and_never_where_nobody_drafts() -> None:
     assert world.now_s == 0.0, "it waited though it was told not to"
     target.take([one], within_s=0.05)
     assert world.now_s == pytest.approx(0.05), "it waited until the deadline of the policy"
+
+
+def chain_of(one: Followed, tokens: Sequence[int]) -> Growth:
+    """What a drafter says that expects ``tokens`` next."""
+    ids, base = np.arange(1, len(tokens) + 1, dtype=np.int32), one.side.base
+    return Growth(one.session, base, ids, np.array([-base, *ids[:-1]], np.int32), np.array(tokens, np.int32),
+                  np.zeros(len(tokens), np.float32))
+
+
+def test_nothing_is_verified_behind_the_last_token() -> None:
+    """A model may have no position for it."""
+    world, link = Waits(), Heard()
+    target = following(world=world)
+    target.link_up(link, SILENT)
+    target.inbox.drain()
+    one = target.open(1, PROMPT, len(PROMPT), Sampling(), len(PROMPT) + 3)
+    target.begin([one], 0.0)
+    target.received(link, [chain_of(one, [5, 6, 7, 8])], [])
+    assert target.take([one])[0].tokens == [PROMPT[-1], 5, 6] and one.chain(9) == [5, 6]
+
+
+def test_who_may_not_draft_any_more_neither_waits_nor_verifies() -> None:
+    world, link = Waits(), Heard()
+    target = following(world=world)
+    target.link_up(link, SILENT)
+    target.inbox.drain()
+    one = target.open(1, PROMPT, len(PROMPT), Sampling(), 100)
+    target.begin([one], 0.0)
+    assert one.should_wait(0.0)
+    one.allow(False, 0.0)
+    assert one.link is None and not one.should_wait(0.0) and one.decision.why == "forbidden"
+    target.flush()
+    assert [type(item) for item in link.items] == [Open, Close]
+
+
+def test_what_a_text_foretells_counts_as_that_where_drafts_are_forbidden_meanwhile() -> None:
+    target, outcomes = following(lookup=True), list[str]()
+    one = target.open(1, PROMPT, len(PROMPT), Sampling(), limit=400, speculate=False)
+    target.begin([one], 0.0)
+    one.allow(True, 0.0)
+    for number in range(40):
+        (tree,) = target.take([one])
+        one.allow(len(tree) == 1, number * STEP_S)  # its chain is in the engine
+        (record,) = target.committed([by_tree(one, tree)], Step(number * STEP_S, STEP_S, len(tree), 1, len(tree) - 1))
+        outcomes += [record.outcome] * record.drafted
+    assert outcomes and set(outcomes) == {LOOKED_UP}
 
 
 def test_no_draft_is_wanted_for_a_last_token() -> None:

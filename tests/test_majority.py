@@ -103,6 +103,22 @@ def test_whoever_stood_aside_takes_over_when_the_others_go() -> None:
     assert engine.target.pool.is_usable(new) and not engine.problem(new) and engine.asked == [USUAL, ODD]
 
 
+def test_whoever_stood_aside_has_all_of_its_places_again() -> None:
+    engine = Engine()
+    odd = engine.join("odd", ODD)
+
+    def opened(first: int) -> int:
+        ones = [engine.target.open(number, PROMPT, len(PROMPT), Sampling(), 100) for number in range(first, first + 9)]
+        engine.target.begin(ones, 0.0)
+        return sum(one.link is odd for one in ones)
+
+    assert opened(1) == SILENT.max_sessions
+    usual = [engine.join(name, USUAL) for name in ("a", "b")]
+    for link in usual:
+        engine.leave(link)
+    assert opened(11) == SILENT.max_sessions
+
+
 def test_a_draft_that_leaves_while_it_stands_aside_or_before_gets_no_session_when_it_is_back() -> None:
     engine = Engine()
     odd = engine.join("odd", ODD)

@@ -147,7 +147,7 @@ class DraftPool:
     def _activate(self, link: Link, member: Member) -> None:
         hello, spec = member.hello, member.hello.features
         member.hello = hello if spec is None else replace(hello, features=spec.without_weights())
-        member.sidelined, member.sessions, member.warned = False, 0, False
+        member.sidelined, member.sessions = False, 0
         self._problems.pop(link.address, None)
         if hello.vocab_size:
             member.agreement = Agreement()
