@@ -39,7 +39,7 @@ from slipstream.protocol.messages import (
     TargetHello,
 )
 from slipstream.protocol.requests import Sampling
-from slipstream.protocol.session import PromptLookup
+from slipstream.protocol.session import PromptLookup, TargetState
 from slipstream.protocol.tree import DraftTree, walk
 from slipstream.wire.link import MAX_BYTES
 from tests.pair import STUBBORN, local_link_to
@@ -466,6 +466,7 @@ def test_nonsense_parts_the_drafter_and_a_lost_one_costs_nothing() -> None:
     assert again.link is link
     target.link_down(link, "cut")
     target.inbox.drain()
+    assert again.side.state is TargetState.ALONE
     assert again.link is None and not again.should_wait(0.0) and len(again.take(again.num_rows)) == 1
 
 
@@ -634,6 +635,21 @@ def test_nobody_waits_for_a_drafter_that_still_reads_and_its_reading_is_no_laten
     two = beside.opened()
     assert not any(beside.step(two) for _ in range(90)), "others have read for 0.2 s"
     assert any(beside.step(two) for _ in range(12)), "its first words are due"
+
+
+def test_what_was_read_while_the_engine_computed_the_prompt_tells_nothing_of_reading_behind_it() -> None:
+    """It came in the step that ended the prompt, and counted as less than no time: the next answer waited in vain."""
+    beside = Reading()
+    one = beside.opened()
+    beside.world.now_s = 0.5
+    beside.target.received(beside.link, [chain_of(one, [5])], [])
+    beside.world.now_s = 1.0
+    assert not beside.step(one)
+    beside.target.inbox.drain()
+    two = beside.opened()
+    assert not any(beside.step(two) for _ in range(20)), "nobody knows how long it reads"
+    beside.says(two, [7])
+    assert beside.target._beliefs.reading.mean_s == pytest.approx(19 * STEP_S)
 
 
 def test_what_a_target_computes_again_before_a_token_is_no_reading_of_its_drafter() -> None:

@@ -95,12 +95,12 @@ def test_drafts_that_read_no_rows_have_no_vote_and_stay() -> None:
 def test_whoever_stood_aside_takes_over_when_the_others_go() -> None:
     """As in a rollout of another head."""
     engine = Engine()
-    old = [engine.join(name, USUAL) for name in ("a", "b")]
     new = engine.join("c", ODD)
+    old = [engine.join(name, USUAL) for name in ("a", "b")]
     engine.leave(old[0])
     assert not engine.target.pool.is_usable(new), "of two with as many the one in use stays"
     engine.leave(old[1])
-    assert engine.target.pool.is_usable(new) and not engine.problem(new) and engine.asked == [USUAL, ODD]
+    assert engine.target.pool.is_usable(new) and not engine.problem(new) and engine.asked == [ODD, USUAL, ODD]
 
 
 def test_whoever_stood_aside_has_all_of_its_places_again() -> None:
@@ -161,6 +161,7 @@ def test_rows_that_the_engine_has_not_are_refused_by_name() -> None:
     assert engine.target.pool.is_usable(right)
     assert {engine.problem(link) for link in wrong} == {
         "features.layers: this engine has no rows of layers (9,), or no memory for them"}
+    assert [spec.layers for spec in engine.asked] == [(9,)] * 3 + [USUAL.layers], "once for each"
 
 
 def test_of_those_who_stand_aside_with_one_projection_its_weights_are_kept_once() -> None:

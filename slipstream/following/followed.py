@@ -438,8 +438,9 @@ class Followed:
         if isinstance(message, Drop):
             self._handle_drop(message.reason, now_s)
             return
-        if self.wait.reading_from_s is not None and len(message.ids):
-            self._context.beliefs.reading.observe(now_s - self.wait.reading_from_s)
+        if (from_s := self.wait.reading_from_s) is not None and len(message.ids):
+            if now_s > from_s:  # else it had read the text before the engine had
+                self._context.beliefs.reading.observe(now_s - from_s)
             self.wait.reading_from_s = self.wait.owed_from_s = None
         self.wait.received(now_s, message.base, self.side.base, joined > 0, self.side.answered)
 
