@@ -38,12 +38,14 @@ from slipstream.wire.answers import (
     encode_info,
     joined_frames,
 )
+from slipstream.wire.channel import Connection, Lane, open_channel
 from slipstream.wire.server import GrpcServer
 from slipstream.wire.status import ErrorReport
 from slipstream.wire.target import HOLD_AT, AnswerCall, TargetClient, TargetServicer
 from target_service.loop import TargetWorker
 from target_service.sequence import Rule, Sink
 from target_service.service import TargetAnswer
+from tests.echo import EchoTarget
 from tests.loop import eventually, settled
 
 pytestmark = pytest.mark.usefixtures("servers_end")
@@ -209,6 +211,46 @@ async def test_answers_end_with_a_call_that_breaks_and_the_next_one_begins_anoth
         await again.drain(0)
 
 
+@pytest.mark.parametrize("busy", [False, True])
+async def test_a_call_on_a_connection_that_was_replaced_ends_with_its_last_answer(busy: bool) -> None:
+    steps = Steps()
+    async with served(steps) as (_, client):
+        connection = client._connection
+        connection.end(old := connection.begin())
+        running = [asyncio.create_task(tokens_of(client, asked(100)))]
+        await eventually(lambda: len(steps.requests) == 1)
+        if not busy:
+            steps.go.set()
+            await running[0]
+        connection.use(Lane(open_channel(client.address, None)))
+        running.append(asyncio.create_task(tokens_of(client, asked(101))))
+        await eventually(lambda: len(steps.requests) == 2)
+        steps.go.set()
+        assert [len(tokens) for tokens in await asyncio.gather(*running)] == [20, 20]
+        await eventually(lambda: old.channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN)
+
+
+async def test_a_target_without_a_successor_is_asked_without_leaving_connections_behind(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, open_lane = list[Lane](), Connection.open_lane
+
+    def recorded(connection: Connection) -> Lane | None:
+        lane = open_lane(connection)
+        assert lane is not None
+        opened.append(lane)
+        return lane
+
+    monkeypatch.setattr(Connection, "open_lane", recorded)
+    target = EchoTarget()
+    target.draining = True
+    server = GrpcServer("127.0.0.1:0", WIRE, [TargetServicer(target)])
+    client = TargetClient(f"localhost:{await server.start()}")
+    assert (await client.info()).draining
+    assert [lane.channel.get_state() for lane in opened] == [grpc.ChannelConnectivity.SHUTDOWN]
+    await client.aclose()
+    await server.drain(0)
+
+
 @asynccontextmanager
 async def raw_target(many: Callable[[Any], Awaitable[None]], connect_s: float) -> AsyncIterator[TargetClient]:
     """A server that does ``many`` with a call, and a client of it."""
@@ -238,17 +280,23 @@ async def test_a_target_that_does_not_take_a_request_or_talks_nonsense_is_unavai
 
     async def garbled(context: Any) -> None:
         await context.write(b"\xff\xff\xff")
-        await asyncio.Event().wait()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            left.append(True)
 
     async def strange(context: Any) -> None:
         await context.write(encode_answer_response(1, Piece((1,), accepted=2)))
         await asyncio.Event().wait()
 
+    left = list[bool]()
     for many, connect_s, why in ((silent, 0.3, "not taken"), (garbled, 60.0, "not a service"),
                                  (strange, 60.0, "accepted")):
         async with raw_target(many, connect_s) as client:
             with pytest.raises(Unavailable, match=why):
                 await tokens_of(client, asked(1))
+            if many is garbled:
+                await eventually(lambda: left == [True])
 
 
 async def test_a_number_used_twice_or_bytes_that_are_no_frame_end_the_call() -> None:
