@@ -553,6 +553,20 @@ def test_a_drop_that_crossed_a_new_opening_leaves_it_open() -> None:
     assert one.link is None
 
 
+@pytest.mark.parametrize(("reason", "room"), [("failed", True), ("draining", False)])
+def test_who_drops_a_session_has_its_place_again_unless_it_drains(reason: str, room: bool) -> None:
+    target, link = following(), Heard()
+    target.link_up(link, replace(SILENT, max_sessions=1))
+    target.inbox.drain()
+    one, two = (target.open(number, PROMPT, len(PROMPT), Sampling(), 100) for number in (1, 2))
+    target.begin([one], 0.0)
+    assert not target.pool.has_room(0.0)
+    target.received(link, [Drop(1, reason, len(PROMPT))], [])
+    target.inbox.drain()
+    target.begin([two], 0.0)
+    assert one.link is None and (two.link is link) is room
+
+
 def test_the_time_that_an_answer_was_put_back_is_no_latency_of_its_drafter() -> None:
     world, link = Waits(), Heard()
     target = following(world=world)

@@ -162,6 +162,8 @@ def test_rows_that_the_engine_has_not_are_refused_by_name() -> None:
     assert {engine.problem(link) for link in wrong} == {
         "features.layers: this engine has no rows of layers (9,), or no memory for them"}
     assert [spec.layers for spec in engine.asked] == [(9,)] * 3 + [USUAL.layers], "once for each"
+    engine.leave(wrong[0])
+    assert not engine.problem(wrong[0]), "what was found out is about its connection"
 
 
 def test_of_those_who_stand_aside_with_one_projection_its_weights_are_kept_once() -> None:

@@ -77,6 +77,41 @@ def test_growth_drafted_before_several_commits_is_followed_along_the_committed_t
     assert target.tree.tokens == [11, 12]
 
 
+def scored(base: int, nodes: list[tuple[int, int, int, float]]) -> Growth:
+    return replace(growth(base, [node[:3] for node in nodes]), scores=np.array([node[3] for node in nodes], np.float32))
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_scores_of_what_crossed_a_commit_are_relative_to_the_newest_root(known: bool) -> None:
+    """Else the worst of an older growth stand before the best of a newer one."""
+    target, crossed = side(), scored(4, [(3, 2, 12, -3.0), (4, 1, 13, -1.5)])
+    target.attach()
+    target.receive(scored(3, [(9, -3, 9, -0.7)]))
+    target.commit([9])
+    first = scored(4, [(1, -4, 10, -1.0), (2, 1, 11, -2.0)])
+    if known:
+        target.receive(first)
+        target.commit([10])
+    else:
+        target.commit([10])
+        target.receive(first)
+    target.receive(crossed)
+    assert dict(zip(target.tree.tokens, target.tree.scores, strict=True)) == {10: 0.0, 11: -1.0, 12: -2.0, 13: -0.5}
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_below_what_a_drafter_called_impossible_scores_still_rank(known: bool) -> None:
+    target = side()
+    target.attach()
+    if known:
+        target.receive(scored(3, [(1, -3, 10, -np.inf)]))
+    target.commit([10])
+    if not known:
+        target.receive(scored(3, [(1, -3, 10, -np.inf)]))
+    target.receive(scored(3, [(2, 1, 11, -6.0), (3, 1, 12, -5.0)]))
+    assert target.tree.best(2).tokens == [10, 12]
+
+
 def test_a_drafter_that_names_the_committed_text_again_and_again_is_forgotten() -> None:
     """What a growth costs must not grow with how much such a drafter has said."""
     target = side([5] * 3)

@@ -257,7 +257,9 @@ class TargetSide:
                 nodes.append((node_id, -self.base, token, score - score_shift))
             elif position < self.base - 1 and self.tokens[position + 1] == token:
                 self._committed_nodes[node_id] = position + 1
-                score_shift = score if position + 2 == self.base else score_shift
+                if position + 2 == self.base and isfinite(score):  # the root's, for growth that follows too
+                    self._root_scores[self.base] = self._root_scores.get(growth.base, 0.0) + score
+                    score_shift = score
         if nodes:
             self.tree = self.tree.append(*zip(*nodes, strict=True))
 
@@ -266,7 +268,6 @@ class TargetSide:
         # base and names the text again and again loses the oldest: every growth reads all that is kept.
         recent = [(node_id, position) for node_id, position in self._committed_nodes.items() if position >= base - 1]
         self._committed_nodes = dict(recent[-MAX_HELD:])
-        self._root_scores = {b: score for b, score in self._root_scores.items() if b >= base}
 
 
 class DraftSide:
