@@ -508,7 +508,7 @@ async def test_an_outbox_takes_by_weight_and_forgets_after_overflow() -> None:
         box.send([chunk])
     with pytest.raises(CapacityError):
         await box.wait_failed()
-    box.send(chunks)
+    box.send(chunks[:1])
     assert box.take(600) == []
 
 
