@@ -302,7 +302,7 @@ class Admission:
 
     def _admit_waiters(self) -> None:
         while self.in_flight < self._max_in_flight and (account := self._next_account()) is not None:
-            num_places = min(account.waiters[0].num_answers, self._share(account))
+            num_places = int(min(account.waiters[0].num_answers, self._share(account), account.free_places))
             if self.in_flight + num_places > self._max_in_flight:
                 break
             waiter = account.waiters.popleft()
@@ -324,7 +324,9 @@ class Admission:
 
     def _next_account(self) -> Account | None:
         """Of those who may have more, the one with the least load for its weight; then the one whose turn it is."""
-        able = (account for account in self._waiting.values() if account.waiters[0].num_answers <= account.free_places)
+        # Who runs nothing has all that it may have: its limit may be lower by now than what it waits for.
+        able = (account for account in self._waiting.values()
+                if account.waiters[0].num_answers <= account.free_places or not account.in_flight)
         return min(able, key=lambda account: account.in_flight / account.tenant.weight, default=None)
 
     def _count_queued(self, account: Account, num_answers: int) -> None:

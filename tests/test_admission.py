@@ -16,6 +16,7 @@ from router_service.tenants import ANYONE, Tenant
 from slipstream.base.errors import CapacityError, Draining, QuotaExceeded
 from slipstream.observe.metrics import RouterMetrics
 from tests.counted import counted
+from tests.loop import settled
 from tests.opcodes import opcodes
 
 PLACES, ANSWER_S, MAX_WAIT_S = 16, 2.0, 3.0
@@ -287,6 +288,20 @@ async def test_who_gives_up_takes_nothing_and_several_answers_are_not_overtaken(
     assert admission.in_flight == admission.queued == 0
     assert [(await admission.enter(tenant, answers)).num_answers for tenant, answers in (
         (A, 5), (replace(B, requests=1), 3))] == [2, 1], "more than may run have half of the places that may"
+
+
+async def test_whoever_waits_for_more_than_its_limit_is_by_now_gets_what_that_leaves() -> None:
+    """Keys are read again while requests wait: it waited in vain, and all of its tenant behind it."""
+    admission = Admission(4, 30.0, RouterMetrics("tiny"))
+    inside = await admission.enter(A, 4)
+    first, second = [asyncio.create_task(admission.enter(tenant, answers))
+                     for tenant, answers in ((A, 3), (replace(A, requests=1), 1))]
+    await settled()
+    admission.leave(inside)
+    await settled()
+    assert first.result().num_answers == 1 and not second.done()
+    admission.leave(first.result())
+    assert (await second).num_answers == 1
 
 
 async def test_who_has_had_its_share_is_told_at_once_that_others_come_before() -> None:
