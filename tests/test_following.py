@@ -314,7 +314,7 @@ def test_rows_of_all_texts_at_once_do_not_end_the_stream() -> None:
     assert MAX_BYTES / 4 < sum(size for _, size in told) <= MAX_BYTES / 2
     assert sum(isinstance(item, Open) for item in link.items) == len(told) == len(ones)
     assert len({size for _, size in told}) == 1, "the first had nearly all of it, the others nothing"
-    assert ones[0].missing_rows_from(count + 5) == count, "the next frame has room again"
+    assert ones[0].missing_rows_from(count + 20) == count, "the next frame has room again"
 
 
 def test_of_a_long_text_the_newest_rows_are_told() -> None:
@@ -325,6 +325,15 @@ def test_of_a_long_text_the_newest_rows_are_told() -> None:
     target.begin([one], 0.0)
     wanted = one.missing_rows_from(1000)
     assert wanted is not None and 1000 - (MAX_BYTES >> 20) / 2 <= wanted < 1000 - (MAX_BYTES >> 20) / 4
+
+
+def test_rows_are_told_of_what_a_drafter_looks_at() -> None:
+    target = following(lambda _: True)
+    target.link_up(Heard(), DraftHello(PROTOCOL_VERSION, 0, "head", 0, "", SPEC, 0, 100, 16, 8))
+    target.inbox.drain()
+    one = target.open(1, [5] * 1000, 1000, Sampling(), 1100)
+    target.begin([one], 0.0)
+    assert one.missing_rows_from(999) == 900
 
 
 def test_a_draft_that_others_have_filled_is_not_told_every_text() -> None:
@@ -466,7 +475,7 @@ def test_nonsense_parts_the_drafter_and_a_lost_one_costs_nothing() -> None:
     assert again.link is link
     target.link_down(link, "cut")
     target.inbox.drain()
-    assert again.side.state is TargetState.ALONE
+    assert again.side.state is TargetState.ALONE and not target.flush()
     assert again.link is None and not again.should_wait(0.0) and len(again.take(again.num_rows)) == 1
 
 
@@ -515,6 +524,31 @@ def test_a_draft_that_went_often_is_tried_as_soon_as_it_is_back() -> None:
     target.link_up(link, SILENT)
     target.inbox.drain()
     assert not follows(161.0) and follows(163.0), "it would be looked for after eight seconds"
+
+
+def test_who_drops_what_it_was_just_given_has_no_text_again_for_a_second() -> None:
+    world, link = Waits(), Heard()
+    target = following(world=world)
+    target.link_up(link, SILENT)
+    target.inbox.drain()
+    one = target.open(1, PROMPT, len(PROMPT), Sampling(), 100)
+    target.begin([one], 0.0)
+
+    def follows(at_s: float) -> bool:
+        world.now_s = at_s
+        target.committed([Verified(1, (5,), 0, 0)], Step(at_s - STEP_S, STEP_S, 1, 1))
+        return one.link is link
+
+    def drops(at_s: float) -> None:
+        world.now_s = at_s
+        target.received(link, [Drop(1, "gap", one.side.base)], [])
+        target.inbox.drain()
+        assert one.link is None
+
+    drops(0.1)
+    assert not follows(0.5) and not follows(0.9) and follows(1.2)
+    drops(40.0)
+    assert follows(41.0), "it had it for long"
 
 
 def test_a_lease_that_ends_in_a_long_prompt_costs_no_speculation() -> None:
@@ -721,6 +755,7 @@ def test_a_drafter_that_is_asked_for_nothing_is_not_judged_by_it() -> None:
         beside.target.flush()
         asked.append(one.decision.num_wanted)
     assert not any(asked) and beside.world.now_s > 1.0
+    assert sum(isinstance(item, Commit) for item in beside.link.items) > 690, "it is told, of a few commits at once"
     beside.target.close(one)
     assert beside.target.pool._members[beside.link].latency_s == 0 and beside.target._beliefs.reading.mean_s is None
 

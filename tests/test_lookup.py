@@ -73,6 +73,17 @@ def test_the_doubt_is_what_the_text_shows(right: float) -> None:
     assert told == pytest.approx(right, abs=0.12), (right, told)
 
 
+def test_a_commit_shows_what_was_right_up_to_the_first_wrong_token() -> None:
+    right, wrong = PromptLookup([1, 2, 3, 1, 2, 3]), PromptLookup([1, 2, 3, 1, 2, 3])
+    right.commit([1, 2, 9])  # a match of three tokens, which had become five
+    wrong.commit([9, 2, 3])
+    num_correct, wrong_length = 6.0, 12.0  # assumed at the start
+    assert wrong.doubt == pytest.approx((0.97 * wrong_length + 3) / (0.97 * num_correct))
+    for correct, length in ((1, 0), (1, 0), (0, 5)):
+        num_correct, wrong_length = 0.97 * num_correct + correct, 0.97 * wrong_length + length
+    assert right.doubt == pytest.approx(wrong_length / num_correct)
+
+
 def test_what_went_wrong_is_doubted_and_forgiven() -> None:
     loop = [1, 2, 3, 4, 5, 6]
     lookup = PromptLookup(loop * 3)

@@ -64,6 +64,27 @@ def test_who_left_a_draft_gets_another_where_one_has_room() -> None:
     assert [pool.assign(1.0, left=pool.one) for _ in range(5)] == [pool.two] * 4 + [pool.one]
 
 
+def test_a_draft_that_has_room_for_more_gets_more() -> None:
+    pool = Pool()
+    for link, most in ((pool.one, 2), (pool.two, 6)):
+        pool.link_up(link, replace(SILENT, max_sessions=most))
+    assert pool.joined(4, 1.0) == {pool.one: 1, pool.two: 3}
+
+
+def test_what_a_draft_took_long_ago_says_nothing() -> None:
+    pool = Pool()
+    pool.observe_latency(pool.one, 5.0, 1.0)
+    for link in (pool.one, pool.two):
+        pool.observe_latency(link, 0.01, 2.0 + FORGET_S)
+    assert not pool.is_slow(pool.one, False, 2.0 + FORGET_S)
+
+
+def test_who_gave_up_a_draft_that_never_answered_goes_to_one_that_does() -> None:
+    pool = Pool()
+    pool.observe_latency(pool.two, 0.01, 1.0)
+    assert pool.is_slow(pool.one, True, 1.0) and not pool.is_slow(pool.one, False, 1.0)
+
+
 def test_one_odd_exchange_makes_nobody_slow() -> None:
     pool = Pool()
     for link in (pool.one, pool.two):
