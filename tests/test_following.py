@@ -21,7 +21,7 @@ from slipstream.base.errors import RemoteProtocolError
 from slipstream.decision.beliefs import StepCosts
 from slipstream.decision.decide import Mode
 from slipstream.drafting.ngram import ORDERS, NgramDrafter
-from slipstream.following.followed import LOOKED_UP, Followed, Step, Verified
+from slipstream.following.followed import LOOKED_UP, MAX_CATCH_UP, DraftWait, Followed, Step, Verified
 from slipstream.following.following import Following, Inbox
 from slipstream.following.pool import no_feature_rows
 from slipstream.observe.metrics import TargetMetrics
@@ -183,6 +183,36 @@ def test_who_wants_plain_decoding_is_not_looked_up_for() -> None:
         (tree,) = target.take([one])
         assert len(tree) == 1
         target.committed([by_tree(one, tree)], Step(number * STEP_S, STEP_S, 1, 1))
+
+
+def test_who_wants_plain_decoding_has_no_drafter_that_reads_its_text() -> None:
+    target, link = following(), Heard()
+    target.link_up(link, SILENT)
+    target.inbox.drain()
+    one = target.open(1, PROMPT, len(PROMPT), Sampling(), 100, speculate=False)
+    target.begin([one], 0.0)
+    for number in range(3):
+        target.committed([Verified(1, (5,), 0, 0)], Step(number * 10.0, STEP_S, 1, 1))
+    assert one.link is None and not target.flush()
+
+
+def test_what_a_former_drafter_says_is_not_the_new_ones() -> None:
+    world, former, new = Waits(), Heard("former"), Heard("new")
+    target = following(world=world)
+    target.link_up(former, SILENT)
+    target.inbox.drain()
+    one = target.open(1, PROMPT, len(PROMPT), Sampling(), 100)
+    target.begin([one], 0.0)
+    target.link_up(new, SILENT)
+    target.inbox.drain()
+    target.received(former, [Drop(1, "draining", len(PROMPT))], [])
+    target.inbox.drain()
+    target.committed([Verified(1, (5,), 0, 0)], Step(0.0, STEP_S, 1, 1))
+    assert one.link is new
+    target.received(former, [chain_of(one, [6, 7])], [(1, RemoteProtocolError("growth.ids", "not positive"))])
+    target.received(former, [Drop(1, "failed", one.side.base)], [])
+    target.inbox.drain()
+    assert one.link is new and one.should_wait(STEP_S) and len(one.side.tree) == 1
 
 
 def test_nobody_waits_longer_than_told_and_never_where_nobody_drafts() -> None:
@@ -626,6 +656,51 @@ def test_the_time_that_an_answer_was_put_back_is_no_latency_of_its_drafter() -> 
     assert growth_of(base + 2, 61.5) == pytest.approx(0.5 - STEP_S)
 
 
+def test_a_wait_lasts_from_the_commit_to_the_first_answer_or_the_deadline() -> None:
+    wait = DraftWait()
+    wait.committed(1.0, 0.5, None)
+    for at_s in (1.2, 1.4):
+        wait.received(at_s, 7, 7, joined=True, answered=True)
+    assert wait.waited_s(2.0) == pytest.approx(0.2)
+    wait.committed(3.0, 0.5, None)
+    assert wait.waited_s(3.3) == pytest.approx(0.3) and wait.waited_s(9.0) == pytest.approx(0.5)
+
+
+def test_before_the_first_token_a_wait_lasts_from_the_first_step_that_left_it_out() -> None:
+    wait = DraftWait()
+    for at_s in (5.0, 6.0):
+        wait.skip(at_s, at_prompt=True)
+    assert wait.committed_s == 5.0
+    wait.committed(7.0, 0.5, None)
+    wait.skip(7.1, at_prompt=False)
+    assert wait.committed_s == 7.0
+
+
+def test_what_tells_a_latency_is_an_answer_to_a_commit_of_late_that_left_nothing() -> None:
+    wait = DraftWait()
+    wait.first_exchange = False
+    wait.committed(1.0, 0.5, 10)
+    wait.committed(2.0, 0.5, 11)
+    wait.received(2.1, 10, 11, joined=True, answered=False)
+    assert wait.take_latency_s() == pytest.approx(1.1)
+    wait.received(2.2, 11, 11, joined=True, answered=True)
+    assert wait.take_latency_s() is None, "its drafter had a tree there: one more level is not a whole one"
+    for base in range(12, 22):
+        wait.committed(float(base), 0.5, base)
+    wait.received(22.0, 12, 21, joined=False, answered=False)
+    assert wait.take_latency_s() is None, "long ago"
+    wait.received(22.0, 21, 21, joined=True, answered=True)
+    assert wait.take_latency_s() == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("tokens", "much"), [(MAX_CATCH_UP, False), (MAX_CATCH_UP + 1, True)])
+def test_who_has_much_to_catch_up_with_is_timed_as_at_its_first_exchange(tokens: int, much: bool) -> None:
+    wait = DraftWait()
+    wait.first_exchange, wait.num_since_request = False, tokens
+    wait.requested(1.0, 4)
+    assert (wait.first_exchange, wait.num_since_request) == (much, 0)
+
+
 READER = replace(SILENT, drafter="head", vocab_size=260)
 
 
@@ -743,6 +818,7 @@ def test_an_answer_that_ends_before_a_text_can_be_read_tells_nothing_of_its_draf
 def test_a_drafter_that_is_asked_for_nothing_is_not_judged_by_it() -> None:
     """While the text's own chain is verified, it is told of the text, and has nothing to say."""
     beside, text, asked = Reading(lookup=True), list(range(60)) * 200, list[int]()
+    told = list[int]()
     one = beside.target.open(1, text[:120], 120, Sampling(), len(text))
     beside.target.begin([one], beside.world.now_s)
     for _ in range(700):
@@ -754,8 +830,9 @@ def test_a_drafter_that_is_asked_for_nothing_is_not_judged_by_it() -> None:
         beside.target.committed([verified], Step(began_s, STEP_S, len(tree), 1, count))
         beside.target.flush()
         asked.append(one.decision.num_wanted)
+        told.append(len(beside.link.items))
     assert not any(asked) and beside.world.now_s > 1.0
-    assert sum(isinstance(item, Commit) for item in beside.link.items) > 690, "it is told, of a few commits at once"
+    assert told[600] > 590, "it is told of a few commits at once"
     beside.target.close(one)
     assert beside.target.pool._members[beside.link].latency_s == 0 and beside.target._beliefs.reading.mean_s is None
 

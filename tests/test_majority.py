@@ -103,6 +103,19 @@ def test_whoever_stood_aside_takes_over_when_the_others_go() -> None:
     assert engine.target.pool.is_usable(new) and not engine.problem(new) and engine.asked == [ODD, USUAL, ODD]
 
 
+def test_a_draft_that_goes_may_make_another_stand_aside() -> None:
+    """Its sessions were told rows that they do not read."""
+    engine = Engine()
+    odd = [engine.join(name, ODD) for name in ("x", "y", "z")]
+    usual = [engine.join(name, USUAL) for name in ("a", "b")]
+    ones = [engine.target.open(number, PROMPT, len(PROMPT), Sampling(), 100) for number in range(24)]
+    engine.target.begin(ones, 0.0)
+    assert {one.link for one in ones} == {*odd}
+    engine.leave(odd[0])
+    engine.leave(odd[1])
+    assert not any(one.link is odd[2] for one in ones) and engine.target.pool.is_usable(usual[0])
+
+
 def test_whoever_stood_aside_has_all_of_its_places_again() -> None:
     engine = Engine()
     odd = engine.join("odd", ODD)

@@ -155,6 +155,21 @@ def test_of_prompts_that_hold_all_slots_the_youngest_makes_place() -> None:
     assert schedule([*running, SequenceInfo(3, 10, 0, 1, True)], [], 0, LIMITS).empty, "one that decodes may end soon"
 
 
+def test_whoever_is_admitted_leaves_others_room_to_grow() -> None:
+    """Else it is put back soon, and computes its prompt again."""
+    long, short = SequenceInfo(1, 0, 50, 1, False), [SequenceInfo(key, 0, 10, 1, False) for key in (2, 3)]
+    assert schedule([long], short[:1], 60, LIMITS).admit == (), "34 more are the running prompt's"
+    assert schedule([long], short[:1], 61, LIMITS).admit == (2,)
+    assert schedule([], short[:1], 26, LIMITS, growth=16).admit == ()
+    assert schedule([], short[:1], 27, LIMITS, growth=16).admit == (2,)
+    assert schedule([], short, 37, LIMITS).admit == (2,)
+    assert schedule([], short, 38, LIMITS).admit == (2, 3)
+
+
+def test_a_row_that_is_scored_takes_the_place_of_two() -> None:
+    assert schedule([SequenceInfo(1, 0, 50, 1, False, needs_scoring=True)], [], SLOTS, LIMITS).prefill == ((1, 8),)
+
+
 def test_a_session_that_waits_for_its_drafter_is_left_out() -> None:
     plan = schedule([SequenceInfo(1, 10, 0, 1, True)], [], 50, LIMITS)
     assert plan.empty
