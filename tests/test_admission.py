@@ -186,6 +186,20 @@ def test_a_quota_of_tokens_is_kept_and_who_comes_back_in_time_is_let_in() -> Non
     assert told and 15 < max(told) < 25, "200 tokens are there after 20 s"
 
 
+def test_whoever_was_away_for_long_has_the_tokens_of_one_minute() -> None:
+    async def back() -> None:
+        admission, limited = Office().admission, replace(A, tokens_per_minute=600)
+        for away_s in (3600.0, 0.0):
+            place = await admission.enter(limited, 1)
+            admission.leave(place)
+            await asyncio.sleep(away_s)
+        place.account.spend(600)
+        with pytest.raises(QuotaExceeded):
+            await admission.enter(limited, 1)
+
+    counted(back())
+
+
 def test_a_limit_that_comes_to_a_busy_tenant_is_of_what_it_takes_from_then_on() -> None:
     async def reloaded() -> None:
         admission, limited = Office().admission, replace(A, tokens_per_minute=600)
@@ -338,11 +352,11 @@ async def test_who_is_let_in_and_gives_up_in_the_same_moment_gives_its_place_bac
 async def test_who_waits_as_the_router_leaves_is_told_at_once_and_keeps_it_from_nothing() -> None:
     admission = Admission(1, 100.0, RouterMetrics("tiny"))
     place = await admission.enter(A, 1)
-    waiting = [asyncio.ensure_future(admission.enter(tenant, 1)) for tenant in (A, B)]
+    waiting = [asyncio.ensure_future(admission.enter(tenant, 1)) for tenant in (A, A, B)]
     await asyncio.sleep(0)
-    assert admission.queued == 2
+    assert admission.queued == 3
     admission.close()
-    assert [type(told) for told in await asyncio.gather(*waiting, return_exceptions=True)] == [Draining] * 2
+    assert [type(told) for told in await asyncio.gather(*waiting, return_exceptions=True)] == [Draining] * 3
     assert (admission.in_flight, admission.queued) == (1, 0)
     admission.leave(place)
     assert admission.in_flight == 0, "or it would not be seen to be idle"

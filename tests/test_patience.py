@@ -72,6 +72,43 @@ async def test_what_is_cancelled_from_outside_stays_cancelled() -> None:
     limit.close()
 
 
+@pytest.mark.parametrize("fired_first", [False, True])
+async def test_what_is_cancelled_from_outside_as_its_time_is_over_stays_cancelled(fired_first: bool) -> None:
+    limit, waiting = Limit(late), asyncio.Event()
+
+    async def wait() -> None:
+        with limit:
+            waiting.set()
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(wait())
+    await waiting.wait()
+    for end in (limit.fire, task.cancel) if fired_first else (task.cancel, limit.fire):
+        end()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_whoever_is_cancelled_already_waits_no_longer_than_its_limit() -> None:
+    waiting = asyncio.Event()
+
+    async def clean_up() -> None:
+        try:
+            waiting.set()
+            await asyncio.Event().wait()
+        finally:
+            limit = Limit(late)
+            asyncio.get_running_loop().call_soon(limit.fire)
+            with limit:
+                await asyncio.Event().wait()
+
+    task = asyncio.create_task(clean_up())
+    await waiting.wait()
+    task.cancel()
+    with pytest.raises(DeadlineExceeded):
+        await task
+
+
 async def test_an_error_of_what_is_awaited_is_its_own() -> None:
     limit = Limit(late, 30.0)
     with pytest.raises(KeyError), limit:

@@ -187,6 +187,23 @@ def test_an_incompatible_drafter_is_not_tried_again_soon() -> None:
     for now_s in np.arange(1.0, PROBE_MAX_S, 0.1):
         policy.observe(now_s, Round(0, 0, 0.01, 0.0, 1))
         assert not policy.probing
+    for lost_s in (32.0, 64.0):
+        for now_s in np.arange(lost_s, lost_s + PROBE_MAX_S + 0.2, 0.1):
+            policy.observe(now_s, Round(0, 0, 0.01, 0.0, 1))
+        assert policy.probing, "but never more rarely than this"
+        policy.drafter_lost(now_s)
+
+
+def test_drafters_that_come_every_second_do_not_put_the_next_probe_off() -> None:
+    policy, _ = policy_of(PROFILE)
+    policy.drafter_lost(1.0, "incompatible")
+    for now_s in np.arange(1.0, PROBE_MAX_S, 0.1):
+        if now_s % 1.0 < 0.1:
+            policy.drafter_ready(now_s)
+        policy.observe(now_s, Round(0, 0, 0.01, 0.0, 1))
+        if policy.probing:
+            break
+    assert policy.probing and now_s < PROBE_MAX_S / 2
 
 
 @pytest.mark.parametrize("seed", SEEDS)
