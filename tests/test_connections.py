@@ -467,10 +467,12 @@ def test_no_way_to_end_a_connection_ends_the_process(run: str) -> None:
 
 
 @asynccontextmanager
-async def grpc_door(front: Front, room: int, **rules: float) -> AsyncIterator[tuple[AsyncClient, aio.Channel]]:
+async def grpc_door(front: Front, room: int, body_s: float = 60.0,
+                    **rules: float) -> AsyncIterator[tuple[AsyncClient, aio.Channel]]:
     """A gRPC server with room for so many bytes, of messages of a hundred, and two ways to it."""
     bodies = Bodies(room, 100, **{"slow_s": 0.1} | rules)
-    server = GrpcServer("127.0.0.1:0", WireSection(), [InferenceServicer(lambda *_: front, body_s=1.0, bodies=bodies)])
+    servicer = InferenceServicer(lambda *_: front, body_s=body_s, bodies=bodies)
+    server = GrpcServer("127.0.0.1:0", WireSection(), [servicer])
     address = f"127.0.0.1:{await server.start()}"
     async with AsyncClient(address) as client, aio.insecure_channel(address) as channel:
         yield client, channel
@@ -483,7 +485,7 @@ def begun(channel: aio.Channel) -> Any:
 
 
 async def test_requests_over_grpc_have_so_many_bytes_together_and_the_slowest_goes() -> None:
-    async with grpc_door(Lists(), 250) as (client, channel):
+    async with grpc_door(Lists(), 250, body_s=1.0) as (client, channel):
         first = begun(channel)
         await asyncio.sleep(0.05)
         second = begun(channel)
@@ -507,7 +509,7 @@ async def test_requests_over_grpc_that_are_here_count_until_they_are_answered() 
             yield Delta("b", finish="stop")
 
     slow = Slow()
-    async with grpc_door(slow, 150) as (client, _):
+    async with grpc_door(slow, 150, body_s=1.0) as (client, _):
         answer = client.chat("x" * 60)
         assert (await anext(answer)).text == "a"
         with pytest.raises(CapacityError, match="as many requests as it can"):

@@ -16,6 +16,7 @@ import pytest
 from slipstream.base.config import Config, load
 from slipstream.decision.beliefs import SHARE
 from slipstream.decision.decide import Rules
+from slipstream.engine.model import CausalModel
 from slipstream.protocol.messages import PROTOCOL_VERSION, DraftBound, DraftHello
 from slipstream.protocol.requests import Piece, Request, Sampling
 from slipstream.simulate.simulation import Accelerator, Deployment, World
@@ -32,10 +33,11 @@ TOKENS = 90
 
 
 @asynccontextmanager
-async def timed_target(*settings: str) -> AsyncIterator[Target]:
+async def timed_target(*settings: str,
+                       around: Callable[[CausalModel], CausalModel] = lambda model: model) -> AsyncIterator[Target]:
     config = load(None, ("target.slots=8192", "target.drafts=[]", *settings))
     assert isinstance(config, Config)
-    target = await asyncio.to_thread(assemble, config, TimedModel(QUICK, Device()), "timed", "",
+    target = await asyncio.to_thread(assemble, config, around(TimedModel(QUICK, Device())), "timed", "",
                                      asyncio.get_running_loop())
     target.worker.start()
     try:

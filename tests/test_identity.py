@@ -6,7 +6,6 @@ import asyncio
 import json
 import shutil
 import sys
-import threading
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -23,11 +22,9 @@ from safetensors.torch import load_file, save_file
 from slipstream.base.config import Config, ModelSection
 from slipstream.base.errors import Draining, ModelChanged, ModelError, Unavailable
 from slipstream.engine.attention import TorchAttention
-from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.decoder import Decoder
 from slipstream.engine.graphs import GraphedDecoder, capture_eager
 from slipstream.engine.hf import HFModel
-from slipstream.engine.kv import KVPool
 from slipstream.engine.loading import CHOICE_PACKAGES, ROOT, identity_of, load_model
 from slipstream.engine.model import CausalModel, ModelConfig, load_tensors
 from slipstream.engine.ops.layer import TORCH, LayerOps
@@ -41,6 +38,7 @@ from slipstream.wire.server import GrpcServer
 from slipstream.wire.target import TargetClient, TargetServicer
 from target_service import assembly, vllm_start
 from tests.echo import EchoAnswer, EchoTarget, answer_bytes
+from tests.held import Held
 from tests.loop import eventually, settled
 from tests.pair import WIRE, Rig, target
 from tests.routing import CHAT, COMPLETIONS, HELLO, Routing, events, routing
@@ -51,31 +49,6 @@ pytestmark = pytest.mark.usefixtures("servers_end")
 
 OTHER = Identity("other", "float32", "none", "echo")
 TOKENS = 120
-
-
-class Held:
-    """A model that, while it is held, takes as many steps as it is given: how far its answers are is the test's to say,
-    and not the machine's."""
-
-    def __init__(self, model: CausalModel) -> None:
-        self._model = model
-        self.held = False
-        self.steps = threading.Semaphore(0)
-        self.config, self.dtype, self.device = model.config, model.dtype, model.device
-        self.kernels = model.kernels
-
-    def forward(self, batch: ForwardBatch, pool: KVPool,
-                taps: tuple[int, ...] = ()) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if self.held:
-            self.steps.acquire()
-        return self._model.forward(batch, pool, taps)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._model.logits(hidden)
-
-    def let_go(self) -> None:
-        self.held = False
-        self.steps.release()
 
 
 @dataclass
@@ -149,13 +122,14 @@ async def test_a_rollout_under_load_mixes_no_two_models(tiny_folder: Path, tmp_p
         of_old, of_new = [await texts(tiny_folder, prompts, one.client) for one in (old, new)]
         assert not set(of_old) & set(of_new)
         r = await stack.enter_async_context(routing(tiny_folder, old.client, new.client))
-        old.model.held = new.model.held = True
+        old.model.hold()
+        new.model.hold()
         streams = [Stream() for _ in prompts]
         reading = [asyncio.create_task(stream.read(r, prompt)) for stream, prompt in zip(streams, prompts, strict=True)]
 
         def all_have_begun() -> bool:
-            for one in (old, new):
-                one.model.steps.release()
+            old.model.step()
+            new.model.step()
             return all(stream.text for stream in streams)
 
         await eventually(all_have_begun)
@@ -164,7 +138,7 @@ async def test_a_rollout_under_load_mixes_no_two_models(tiny_folder: Path, tmp_p
             draining = asyncio.create_task(old.rig.service.drain(0.0))
 
             def drained() -> bool:
-                old.model.steps.release()
+                old.model.step()
                 return draining.done()
 
             await eventually(drained)

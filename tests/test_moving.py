@@ -16,6 +16,7 @@ from bench.fleet import free_port
 from router_service.balance import Balancer, BalanceRules, Targets
 from slipstream.base.config import WireSection
 from slipstream.base.errors import CallLost, CapacityError, Draining, InvalidRequest, SlipstreamError, Unavailable
+from slipstream.engine.model import CausalModel
 from slipstream.observe.metrics import RouterMetrics
 from slipstream.protocol.identity import Identity
 from slipstream.protocol.requests import Answer, Request, Sampling
@@ -25,6 +26,7 @@ from slipstream.wire.server import GrpcServer
 from slipstream.wire.target import TargetClient, TargetServicer
 from target_service.assembly import Target
 from tests.echo import EchoTarget, answer_bytes
+from tests.held import Held
 from tests.loop import eventually, settled
 from tests.names import Names
 from tests.test_fleet import QUICK, timed_target
@@ -40,6 +42,7 @@ TOKENS = 200
 class Served:
     """A timed target behind its own server."""
 
+    model: Held
     target: Target
     server: GrpcServer
     client: TargetClient
@@ -51,12 +54,19 @@ class Served:
 
 @asynccontextmanager
 async def served(*settings: str) -> AsyncIterator[Served]:
-    async with timed_target("target.policy.max_nodes=0", *settings) as target:
+    made: list[Held] = []
+
+    def around(model: CausalModel) -> CausalModel:
+        made.append(Held(model))
+        return made[0]
+
+    async with timed_target("target.policy.max_nodes=0", *settings, around=around) as target:
         server = GrpcServer("127.0.0.1:0", WireSection(), [TargetServicer(target.service)])
         client = TargetClient(f"127.0.0.1:{await server.start()}")
         try:
-            yield Served(target, server, client)
+            yield Served(made[0], target, server, client)
         finally:
+            made[0].let_go()
             await client.aclose()
             await server.drain(0.0)
 
@@ -94,12 +104,21 @@ async def test_a_killed_target_loses_none_of_64_streams(room: int) -> None:
         both = [await stack.enter_async_context(served(f"target.max_sessions={room}")) for _ in range(2)]
         balancer = await balanced(*(one.client for one in both))
         answers = []
+        for one in both:
+            one.model.hold()
         for stream in range(64):
             token = stream * SYMBOLS
             answer = balancer.submit(Request(str(stream), (token, token), Sampling(), TOKENS))
             answers.append(asyncio.create_task(read(answer, seen)))
-        await eventually(lambda: count >= 320)
+
+        def all_have_begun() -> bool:
+            for one in both:
+                one.model.step()
+            return count >= 320
+
+        await eventually(all_have_begun)
         assert both[0].target.worker.num_running >= 24, "nothing is at stake"
+        both[1].model.let_go()
         await both[0].kill()
         found = await asyncio.gather(*answers, return_exceptions=True)
         lost = [tokens for tokens in found if isinstance(tokens, BaseException)]
