@@ -14,8 +14,9 @@ endif
 PREPARED := $(subst $() ,\ ,$(CACHE))/slipstream/models/$(MODEL)/slipstream.json
 PACKAGES := slipstream draft_service target_service router_service bench deploy
 
-# Two processes run one module of tests at a time each, the longest first (ARGS="-n 0": one process).
-SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
+# Three processes run one module of tests at a time each, the longest first (ARGS="-n 0": one process). With two, two
+# cores stood idle for a quarter of the time: tests wait for processes, sockets and clocks.
+SIDE_BY_SIDE := -n 3 --dist loadfile --no-loadscope-reorder
 
 # Without the package python3-venv Debian's Python creates an environment without pip: it is removed, so that the next
 # call does not use it.
