@@ -57,6 +57,7 @@ def finished(worker: TargetWorker, turns: int = 3000) -> None:
         proved.result(0)
         if not worker.num_running and not worker.num_waiting:
             worker.poll()
+            assert not worker._runner.table.num_used_rows, "rows are kept for answers that ended"
             return
     raise AssertionError("somebody waits for ever")
 
@@ -81,6 +82,17 @@ def test_answers_that_begin_alike_at_once_have_one_prompt_computed(tiny_folder: 
     assert cached == {2: 0, 3: 199, 4: 150, 5: 0, 6: 199}
     for number, prompt in prompts.items():
         assert said(told[number]) == alone(tiny_folder, prompt, 20), number
+
+
+@pytest.mark.parametrize("apart", [[{"namespace": "a"}, {"namespace": "b"}], [{"prompt_logprobs": 1}] * 2], ids=str)
+def test_who_will_not_share_a_prompt_waits_for_nobody_who_computes_it(tiny_folder: Path,
+                                                                      apart: list[dict[str, Any]]) -> None:
+    """One tenant's long prompts would hold up another's, and tell when they are computed."""
+    worker = target(tiny_folder)
+    for number, settings in enumerate(apart, start=2):
+        worker.add_request(number, Request(str(number), LONG, Sampling(), 5, **settings), Told().append)
+    worker.poll()
+    assert worker.num_running == 2
 
 
 def test_a_prompt_that_is_computed_in_chunks_is_shared_chunk_by_chunk(tiny_folder: Path) -> None:
