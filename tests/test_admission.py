@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import pytest
 
-from router_service.admission import Admission
+from router_service.admission import MAX_WAITING_PER_PLACE, Admission
 from router_service.tenants import ANYONE, Tenant
 from slipstream.base.errors import CapacityError, Draining, QuotaExceeded
 from slipstream.observe.metrics import RouterMetrics
@@ -302,6 +302,31 @@ async def test_who_gives_up_takes_nothing_and_several_answers_are_not_overtaken(
     assert admission.in_flight == admission.queued == 0
     assert [(await admission.enter(tenant, answers)).num_answers for tenant, answers in (
         (A, 5), (replace(B, requests=1), 3))] == [2, 1], "more than may run have half of the places that may"
+
+
+async def test_when_who_waits_for_several_places_gives_up_the_next_one_is_let_in() -> None:
+    admission = Admission(4, 30.0, RouterMetrics("tiny"))
+    await admission.enter(A, 2)
+    several, one = [asyncio.create_task(admission.enter(A, answers)) for answers in (3, 1)]
+    await settled()
+    assert admission.queued == 4
+    several.cancel()
+    await settled()
+    assert one.done() and (admission.in_flight, admission.queued) == (3, 0)
+
+
+async def test_before_any_answer_has_ended_no_more_wait_than_at_another_time() -> None:
+    admission = Admission(2, 30.0, RouterMetrics("tiny"), lambda: 0.0)
+    inside = await admission.enter(replace(A, tokens_per_minute=60), 2)
+    waiting = [asyncio.create_task(admission.enter(B, 1)) for _ in range(10)]
+    await settled()
+    assert admission.queued == 2 * MAX_WAITING_PER_PLACE
+    inside.account.spend(1_000_000)
+    with pytest.raises(QuotaExceeded) as caught:
+        await admission.enter(inside.tenant, 1)
+    assert caught.value.retry_after_s == 60.0, "many clients take no longer time for one"
+    admission.close()
+    await asyncio.gather(*waiting, return_exceptions=True)
 
 
 async def test_whoever_waits_for_more_than_its_limit_is_by_now_gets_what_that_leaves() -> None:
