@@ -424,6 +424,9 @@ def test_an_item_that_fits_no_frame_is_handed_back() -> None:
     frames, left = encode_target_frames(INCARNATION, [Close(1), big, Close(2)], 1000)
     decoded = [item for frame in frames for item in decode_target_frame(frame, INCARNATION, LIMITS)[0]]
     assert left == [big] and decoded == [Close(1), Close(2)]
+    row = Features(3, 0, bytes(1200), 1, "float32")
+    frames, left = encode_target_frames(INCARNATION, [Close(1), row], 1000)
+    assert len(frames) == 1 and left == [row], "a row is in one piece"
 
 
 def test_rows_of_many_frames_are_not_copied_again_and_again() -> None:

@@ -49,7 +49,8 @@ from slipstream.wire.local import LocalLink
 from slipstream.wire.server import MAX_ASKING, MAX_WATCHING_EACH, SERVING, GrpcServer, bind_guard
 from slipstream.wire.servicer import DraftServicer
 from slipstream.wire.target import TargetClient, TargetServicer
-from tests.loop import eventually
+from tests.counted import counted
+from tests.loop import eventually, settled
 
 pytestmark = pytest.mark.usefixtures("servers_end")
 WIRE = WireSection()
@@ -498,14 +499,39 @@ def test_local_link_refuses_a_draft_that_does_not_fit() -> None:
     assert not link.status().connected and "max_nodes" in link.status().problem
 
 
+def test_a_draft_that_is_away_is_dialled_ever_more_rarely_until_a_stream_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    lasting, bounds = iter([*[0.0] * 7, 5.0, 0.0]), list[float]()
+
+    async def stream(_link: DraftLink) -> None:
+        await asyncio.sleep(next(lasting, 3600.0))
+        raise Unavailable("gone")
+
+    def longest(_low: float, high: float) -> float:
+        bounds.append(high)
+        return high
+
+    async def dialled() -> None:
+        dialling = asyncio.create_task(DraftLink("here:1", HELLO, Target()).run())
+        await asyncio.sleep(60.0)
+        dialling.cancel()
+
+    monkeypatch.setattr(DraftLink, "_stream", stream)
+    monkeypatch.setattr("random.uniform", longest)
+    counted(dialled())
+    assert bounds == [0.2, 0.4, 0.8, 1.6, 2.0, 2.0, 2.0, 0.1, 0.2]
+
+
 async def test_an_outbox_takes_by_weight_and_forgets_after_overflow() -> None:
     box: Outbox[Commit] = Outbox(max_batches=100, max_bytes=1000)
     chunks = [Commit(1, n, np.array([5], np.int32), Features(1, n, bytes(300), 1, "float32")) for n in range(3)]
     for chunk in chunks:
         box.send([chunk])
-    assert box.take(600) == chunks[:2] and box.take(600) == chunks[2:]
+    await settled()
+    assert box.take(600) == chunks[:2] and box.filled.is_set(), "more waits, and nobody wakes its writer again"
+    assert box.take(600) == chunks[2:] and not box.filled.is_set()
     for chunk in chunks * 2:
         box.send([chunk])
+    box.refuse("later")
     with pytest.raises(CapacityError):
         await box.wait_failed()
     box.send(chunks[:1])
