@@ -340,6 +340,7 @@ def test_scores_just_above_zero_become_zero() -> None:
     (Open(3, ints(*[1] * (CONTEXT + 1)), 1, Sampling()), "open.tokens"),
     (Open(3, ints(1, VOCAB), 1, Sampling()), "open.tokens"),
     (Open(3, ints(1, 2), 3, Sampling()), "open.prompt_len"),
+    (Open(3, ints(1, 2), 0, Sampling()), "open.prompt_len"),
     (Open(3, ints(1, 2), 2, Sampling(stop_token_ids=(VOCAB,))), "stop_token_ids"),
     (Open(3, ints(1, 2), 2, Sampling(logit_bias=((VOCAB, 1.0),))), "logit_bias"),
     (Open(3, ints(-1, 2), 2, Sampling()), "open.tokens"),
