@@ -39,7 +39,7 @@ from slipstream.protocol.messages import (
     Open,
     TargetHello,
 )
-from slipstream.protocol.requests import Piece, Request, Sampling, TargetInfo
+from slipstream.protocol.requests import LEFT_ALONE, DraftStatus, Piece, Request, Sampling, TargetInfo
 from slipstream.wire.channel import ConnectionRules
 from slipstream.wire.client import AsyncClient, Client
 from slipstream.wire.codec import decode_target_hello, encode_draft_frames, encode_draft_hello, encode_target_hello
@@ -519,6 +519,23 @@ def test_a_draft_that_is_away_is_dialled_ever_more_rarely_until_a_stream_lasts(m
     monkeypatch.setattr("random.uniform", longest)
     counted(dialled())
     assert bounds == [0.2, 0.4, 0.8, 1.6, 2.0, 2.0, 2.0, 0.1, 0.2]
+
+
+def test_a_bug_of_ours_costs_a_link_pauses_and_not_its_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    began_s = list[float]()
+
+    async def stream(_link: DraftLink) -> None:
+        began_s.append(asyncio.get_running_loop().time())
+        raise KeyError("bug")
+
+    async def dialled() -> DraftStatus:
+        dialling = asyncio.create_task((link := DraftLink("here:1", HELLO, Target())).run())
+        await asyncio.sleep(10.0)
+        dialling.cancel()
+        return link.status()
+
+    monkeypatch.setattr(DraftLink, "_stream", stream)
+    assert counted(dialled()).problem.startswith(LEFT_ALONE) and began_s == pytest.approx([0.0, 1.0, 3.0, 7.0])
 
 
 async def test_an_outbox_takes_by_weight_and_forgets_after_overflow() -> None:
