@@ -31,7 +31,7 @@ from slipstream.base.config import Config, WireSection, load
 from slipstream.base.errors import ConfigError, InvalidRequest, Unavailable
 from slipstream.cli import colocated
 from slipstream.cli.commands import app, models_app
-from slipstream.cli.host import drain_services, first_answer, show_addresses
+from slipstream.cli.host import drain_services, first_answer, launched, show_addresses
 from slipstream.cli.process import (
     SHARED_CORES,
     START_S,
@@ -565,6 +565,18 @@ async def test_a_launch_of_a_model_without_a_chat_template_has_a_text_go_on(tiny
     shown = out.getvalue()
     assert "tokens came from drafts" in shown and '/v1/completions' in shown and '"prompt": "Hello!"' in shown
     assert "slipstream chat" not in shown
+
+
+def test_a_launch_of_a_target_without_drafts_starts_none(tiny_folder: Path, tmp_path: Path) -> None:
+    """It used a processor for nothing, and its ports had to be free."""
+    console, out = screen()
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        config = load(None, (*on_free_ports(), f"model.path={tiny_folder}", "model.threads=1", "target.drafts=[]",
+                             f"draft.listen=127.0.0.1:{holder.getsockname()[1]}"))
+        with launched(config, tmp_path, console) as launch:
+            show_addresses(launch, console)
+    assert [service.name for service in launch.services] == ["target", "router"]
+    assert "starting target and router" in out.getvalue() and "\ndraft" not in out.getvalue()
 
 
 def test_a_launch_answers_restarts_and_drains(tiny_folder: Path, tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def require_model(config: Config) -> None:
 
 @contextmanager
 def launched(config: Config, logs: Path | None, console: Console) -> Iterator[Launch]:
-    """Start the three services, yield when they are ready, and drain them at the end, also after an error."""
+    """Start the services, yield when they are ready, and drain them at the end, also after an error."""
     try:
         folder = logs if logs is not None else Path(tempfile.mkdtemp(prefix="slipstream-"))
     except OSError as error:
@@ -155,7 +155,7 @@ def show_addresses(launch: Launch, console: Console) -> None:
     )
     console.print()
     console.print(plain_table(("service", "process", "HTTP", "gRPC", "metrics"), [
-        (name, process[name], *listens) for name, *listens in rows]))
+        (name, process[name], *listens) for name, *listens in rows if name in process]))
     has_chat = _has_chat_template(config)
     path, question = (("chat/completions", {"messages": [{"role": "user", "content": "Hello!"}]}) if has_chat
                    else ("completions", {"prompt": "Hello!"}))
@@ -185,10 +185,11 @@ def _start(launch: Launch, console: Console) -> None:
     launch.start()
     logs = f"logs in {launch.folder}"  # a large model takes minutes, and its log says how far it is
     if not console.is_terminal:  # which shows no status
-        console.print(Text(f"starting draft, target and router; {logs}"), soft_wrap=True)
-    with console.status("starting draft, target and router") as status:
+        console.print(Text(f"starting {launch.names}; {logs}"), soft_wrap=True)
+    with console.status(f"starting {launch.names}") as status:
         launch.wait_ready(lambda line: status.update(Text(f"{line}; {logs}")))
-        look_at_draft(launch, console, status.update)
+        if launch.config.target.drafts:
+            look_at_draft(launch, console, status.update)
 
 
 def look_at_draft(launch: Launch, console: Console, report: Report) -> None:

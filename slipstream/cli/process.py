@@ -185,8 +185,10 @@ def shared_address(wanted: Mapping[str, str]) -> str:
 
 
 def require_free(config: Config) -> None:
-    """Raises ConfigError naming each address that is taken or shared or has no port, with a flag that helps."""
-    wanted = listen_addresses(config)
+    """Raises ConfigError naming each address that is taken or shared or has no port, with a flag that helps. A draft's
+    do not matter where ``target.drafts`` is empty: there is none."""
+    wanted = {key: address for key, address in listen_addresses(config).items()
+              if config.target.drafts or not key.startswith("draft.")}
     for key, address in wanted.items():
         if host_port(address)[1] == 0:
             raise ConfigError(f"{key}: {address!r} leaves the port open: the services have to find each other; name "
@@ -227,14 +229,21 @@ def _require_bindable(wanted: Mapping[str, str]) -> None:
 
 
 class Launch:
-    """Draft, target and router as processes. Their logs and configuration go to ``folder``."""
+    """Draft, target and router as processes, without a draft where ``target.drafts`` is empty. Their logs and
+    configuration go to ``folder``."""
 
     def __init__(self, config: Config, folder: Path) -> None:
         self.config = with_local_addresses(config)
         self.folder = folder
         listens = listen_addresses(self.config)
         self.services = [Service(name, listens[f"{name}.metrics_listen"], folder / f"{name}.log")
-                         for name in ("draft", "target", "router")]
+                         for name in ("draft", "target", "router") if name != "draft" or self.config.target.drafts]
+
+    @property
+    def names(self) -> str:
+        """Of its services, as a sentence has them."""
+        *others, last = [service.name for service in self.services]
+        return f"{', '.join(others)} and {last}"
 
     def start(self) -> None:
         """Start all of them. Raises ConfigError when an address is taken or the folder cannot be written."""
