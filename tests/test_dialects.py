@@ -123,6 +123,12 @@ def test_blocks_are_alike_however_an_answer_is_cut() -> None:
         assert told(said[:at], said[at:]) == told(*said[:at], said[at:]) == wanted, at
 
 
+def test_no_block_is_empty() -> None:
+    blocks = Blocks("a", Markup(Style(reasoning_marks=REASONING_MARKS[0])))
+    list(blocks.push_delta(TextDelta("So.<think>Hm.</think>\n", finish="stop")))
+    assert [(block.kind, block.text) for block in blocks.all] == [("text", "So."), ("reasoning", "Hm.")]
+
+
 async def test_the_assistants_last_words_are_continued(tiny_folder: Path) -> None:
     target = EchoTarget()
     begun = [*HELLO, {"role": "assistant", "content": "So I say"}]

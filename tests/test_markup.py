@@ -117,6 +117,8 @@ SAID: dict[str, tuple[Style, str, Told]] = {
     "hunyuan, fences": (
         Style(("<tool_call>", HUNYUAN)), f"So.\n<tool_calls>\n<tool_call>weather\n```json\n{JSON}\n```</tool_call>\n"
         "<tool_call>now\n```json\n{}\n```</tool_call>\n</tool_calls>", ("", "So.", [PARIS, NOW])),
+    "hunyuan, a fence left open": (
+        Style(("<tool_call>", HUNYUAN)), "<tool_call>now\n```json\n{}\n```\nI asked.", ("", "I asked.", [NOW])),
     "hunyuan, pairs": (
         Style(("<tool_call>", HUNYUAN)), "<tool_calls>\n<tool_call>now<tool_sep></tool_call>\n<tool_call>weather"
         "<tool_sep>\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n<arg_key>days</arg_key>\n<arg_value>2</arg_value>"
@@ -143,6 +145,8 @@ SAID: dict[str, tuple[Style, str, Told]] = {
     "deepseek 3.1": (DEEPSEEK, f"So:{D.begin}{D.call}weather{D.arguments}{JSON}{D.end_call}{D.call}now{D.arguments}{{}}"
                                f"{D.end_call}{D.end}", ("", "So:", [PARIS, NOW])),
     "deepseek, forgetful": (DEEPSEEK, f"{D.begin}{D.call}weather{D.arguments}{JSON}{D.end}So.", ("", "So.", [PARIS])),
+    "deepseek, no call": (DEEPSEEK, f"So: {D.begin} I need none.{D.end} Bye.", ("", "So:  I need none. Bye.", [])),
+    "deepseek, no end": (DEEPSEEK, f"{D.begin}{D.call}now{D.arguments}{{}}{D.end_call} So.", ("", "So.", [NOW])),
     "kimi": (KIMI, f"{K.begin}{K.call}functions.weather:0{K.arguments}{JSON}{K.end_call}{K.end}", ("", "", [PARIS])),
     "kimi, no arguments": (KIMI, f"{K.begin}{K.call}functions.now:0{K.arguments}{K.end_call}{K.call}functions.weather:1"
                            f"{K.arguments}{JSON}{K.end_call}{K.end}", ("", "", [NOW, PARIS])),

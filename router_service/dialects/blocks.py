@@ -107,8 +107,9 @@ class Blocks:
 
     def _add_text(self, kind: Kind, text: str) -> Iterator[tuple[What, Block, str]]:
         if not self._open or self.all[-1].kind != kind:
-            yield from self._begin(kind)
-            text = text.lstrip() if kind == "text" and len(self.all) > 1 else text
+            text = text.lstrip() if kind == "text" and self.all else text
+            if text:
+                yield from self._begin(kind)
         yield from self._add(text)
 
     def _begin(self, kind: Kind, name: str = "") -> Iterator[tuple[What, Block, str]]:

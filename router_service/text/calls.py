@@ -112,7 +112,8 @@ class CallParser:
         if mark != "{" or len(fence.split()) > 1 or not NAME.fullmatch(name.strip()):
             raise NoCall
         yield from self.read_arguments(name.strip())
-        yield from self._scanner.read_before(Words((closer,)))
+        yield from self._scanner.skip_mark(FENCE)
+        yield from self._scanner.skip_mark(closer)
 
     def _minimax(self) -> Parser:
         """One call or several, as MiniMax's models write them."""
@@ -205,8 +206,10 @@ class CallParser:
     def _section(self, marks: Section) -> Parser:
         calls = Words((marks.call, marks.end))
         while True:
-            _, mark = yield from self._scanner.read_before(calls)
+            text, mark = yield from self._scanner.read_before(calls)
             if mark != marks.call:
+                if text.strip():  # it stands in no call
+                    raise NoCall
                 return
             head, mark = yield from self._scanner.read_before(Words((marks.arguments, marks.end_call)))
             if not mark:
