@@ -167,6 +167,11 @@ class Intake:
         for waiting in queues:
             waiting.paused_until_s = self._clock() + waiting.pace.pause_after_s(seconds * waiting.round_tokens / tokens)
 
+    def waits(self, peer: Peer) -> bool:
+        """Whether items of a peer wait for a later round."""
+        waiting = self._queues.get(peer)
+        return waiting is not None and bool(waiting.items)
+
     def wait_s(self) -> float | None:
         """Seconds until a waiting item may be taken; None: none waits."""
         paused_until_s = [waiting.paused_until_s for waiting in list(self._queues.values()) if waiting.items]
@@ -402,7 +407,8 @@ class DraftWorker:
     def _expire(self, round_: Round) -> None:
         now_s = self._clock()
         self._next_sweep_s = now_s + self._lease_s / 4
-        for session in [s for s in self._sessions.values() if now_s - s.side.received_s > self._lease_s]:
+        silent = [s for s in self._sessions.values() if now_s - s.side.received_s > self._lease_s]
+        for session in [s for s in silent if not self._intake.waits(s.peer)]:  # what waits may be of it
             self._drop(session, "expired", round_)
             self.metrics.expired()
 

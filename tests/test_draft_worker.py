@@ -17,7 +17,7 @@ import torch
 
 from draft_service import assembly
 from draft_service.assembly import build
-from draft_service.worker import DraftWorker
+from draft_service.worker import ROUND_TOKENS, DraftWorker
 from slipstream.base.config import Config, DraftSection, ModelSection
 from slipstream.base.errors import CapacityError, PairingError, RemoteProtocolError
 from slipstream.drafting.ngram import NgramDrafter
@@ -351,6 +351,20 @@ def test_a_lease_ends_while_there_is_always_something_to_do() -> None:
     dropped, growth = bench.deliver(commit(10, 3, session=2), Close(3))
     assert dropped == Drop(1, "expired", 10) and isinstance(growth, Growth) and growth.session == 2
     assert all(isinstance(one, Growth) for one in bench.deliver(opened(4), opened(5)))
+
+
+def test_no_lease_ends_while_its_renewal_waits_for_a_later_round() -> None:
+    """A draft was held up for longer than a lease, and a long text came before the commits that had waited."""
+    bench = Bench()
+    bench.deliver(opened(1), opened(2))
+    bench.now_s += 31
+    long = replace(opened(3), tokens=np.zeros(ROUND_TOKENS, np.int32))
+    (growth,) = bench.deliver(long, commit(10, 3))
+    assert isinstance(growth, Growth) and growth.session == 3
+    (growth,) = bench.deliver()
+    assert isinstance(growth, Growth) and growth.session == 1
+    bench.now_s += 8
+    assert bench.deliver() == [Drop(2, "expired", 10)]
 
 
 def test_peers_count_their_sessions_on_their_own() -> None:
