@@ -100,6 +100,19 @@ def test_forbidden_tokens_are_no_children() -> None:
     assert growth.frontier == [] and to_message(growth, 9).tokens.tolist() == [4]
 
 
+def test_a_commit_of_a_token_below_which_all_are_forbidden_leaves_nothing_to_expand() -> None:
+    """What had been the next level was asked for by numbers that were gone, and the drafter's thread ended."""
+    growth = GrowingTree(10, 2)
+    growth.grow_ahead()
+    growth.expand([([4, 5], [-0.5, -1.0])])
+    growth.expand([([6, 7], [float("nan")] * 2), ([8, 9], [-0.5, -1.0])], np.array([20, 21]))
+    kept, freed = growth.commit([4], keep_kv=True)
+    assert (kept.tolist(), freed.tolist()) == ([20], [21])
+    assert growth.frontier == [] and growth.depth() == 0
+    growth.grow_ahead()
+    assert growth.frontier == []
+
+
 def test_a_score_above_zero_does_not_lift_a_child_over_its_parent() -> None:
     growth = GrowingTree(10, 1)
     growth.expand([([4], [-0.5])])

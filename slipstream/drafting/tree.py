@@ -188,7 +188,7 @@ class GrowingTree:
         """Grow ahead of the target from now on: the likeliest nodes of all levels, not only the newest level.
         ``max_frontier``: nodes expanded in one forward, at least MIN_FRONTIER_AHEAD."""
         self.ahead, self.max_frontier = True, max(MIN_FRONTIER_AHEAD, max_frontier)
-        if not self.begun or not self.tokens:
+        if not self.begun:
             return
         left_out = {*self.computed, *self._sent_children.values()}
         candidates = [node for node in range(len(self.tokens)) if node not in left_out]
