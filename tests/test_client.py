@@ -165,11 +165,12 @@ async def test_a_prompt_whose_scores_break_off_is_told_once() -> None:
         if asked < 3:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
         yield encode_delta(Delta(prompt=tuple(prompt[3:])))
-        yield encode_delta(Delta("hi", (TextToken(5, "hi", False, None),), "length", Usage(1, 1), "ab" * 16))
+        yield encode_delta(Delta("hi", (TextToken(5, "hi", False, None),), "length", Usage(1, 1, rounds=1), "ab" * 16))
 
     async with served(complete) as address, AsyncClient(address) as client:
         deltas = [delta async for delta in client.complete("x", max_tokens=1, prompt_logprobs=0)]
     assert [token.id for delta in deltas for token in delta.prompt] == [0, 1, 2, 3, 4] and asked == 3
+    assert deltas[-1].usage == Usage(1, 1, rounds=1), "scores of a prompt are no rounds"
 
 
 @pytest.mark.parametrize(("told", "tries"), [(Delta(identity="ab" * 16), wire_client.MAX_TRIES), (Delta("x"), 1)],

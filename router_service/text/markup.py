@@ -226,7 +226,7 @@ class Markup:
                 shown = text.rstrip()
                 started, held_blanks = True, [text[len(shown):]]
                 self._parts.add("reasoning", shown)
-            elif started:
+            else:
                 held_blanks.append(text)
 
         mark = yield from self._scanner.read_until(Words((*self._reasoning_marks[1:], *self._openers)), emit)

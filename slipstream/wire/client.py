@@ -101,7 +101,7 @@ class ResumableAnswer:
     def pause_after(self, error: SlipstreamError) -> float:
         """Count a call that failed with ``error``. Returns the seconds until the next call; raises ``error`` if there
         shall be none."""
-        if isinstance(error, CapacityError) and not (self._earlier_rounds or self._deltas):
+        if isinstance(error, CapacityError) and not (self._earlier_rounds or self._num_scored or self._deltas):
             if (patience_left_s := self._patience_ends_s - time.monotonic()) <= 0:
                 raise error
             return min(max(RETRY_PAUSE_S, error.retry_after_s), patience_left_s)
@@ -113,7 +113,7 @@ class ResumableAnswer:
         if got_tokens:  # then all of the prompt was received, too
             self._options = replace(self._options, echo=None, prompt_logprobs=None)
         self._num_repeated = self._num_scored
-        self._earlier_rounds += len(self._deltas)
+        self._earlier_rounds += sum(not delta.prompt for delta in self._deltas)
         self._earlier_accepted += sum(token.drafted for delta in self._deltas for token in delta.tokens)
         self._deltas = []
         pause_s = RETRY_PAUSE_S * 2.0 ** (self._failed_calls - 1)
