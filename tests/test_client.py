@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -13,12 +14,12 @@ import pytest
 from slipstream import client as client_module
 from slipstream.base.errors import CapacityError, InvalidRequest, RemoteProtocolError, TooLarge, Unavailable
 from slipstream.client import AsyncClient, Client, Function, Grammar
-from slipstream.protocol.chat import Delta, PromptToken, TextToken, Usage
+from slipstream.protocol.chat import ChatOptions, Delta, PartialAnswer, PromptToken, TextToken, Usage
 from slipstream.v1.common_pb2 import LOGPROBS_MODE_PROCESSED, LOGPROBS_MODE_TEMPERED
 from slipstream.v1.inference_pb2 import CompleteRequest
 from slipstream.wire import client as wire_client
 from slipstream.wire.channel import INFERENCE_SERVICE, RULES
-from slipstream.wire.inference import encode_delta
+from slipstream.wire.inference import decode_complete, encode_complete, encode_delta
 from slipstream.wire.status import ERROR_TYPES, abort
 from tests.loop import eventually
 from tests.names import Names
@@ -191,6 +192,36 @@ async def test_calls_that_bring_no_token_are_counted(monkeypatch: pytest.MonkeyP
             async with asyncio.timeout(20):
                 _ = [delta async for delta in client.complete("x", max_tokens=1)]
     assert asked == tries
+
+
+def test_what_is_asked_again_and_when() -> None:
+    def asked() -> ChatOptions:
+        return decode_complete(answer.request())[2]
+
+    def token(number: int, drafted: bool) -> Delta:
+        return Delta("x", (TextToken(number, "x", drafted, None),), identity="ab" * 16 if number == 1 else "")
+
+    answer = wire_client.ResumableAnswer("Complete", lambda options: encode_complete("", "x", options),
+                                         ChatOptions(seed=-1, echo=True, prompt_logprobs=0), 0.0)
+    seed, pause_s, gone = asked().seed, wire_client.RETRY_PAUSE_S, Unavailable("gone")
+    assert seed not in (None, -1) and asked().begun is None
+    assert [answer.pause_after(gone) for _ in range(2)] == [pause_s, 2 * pause_s]
+    for number, drafted in ((1, True), (2, True), (3, False)):
+        answer.receive(token(number, drafted))
+        assert answer.pause_after(gone) == pause_s, "a call that brings tokens begins to count anew"
+    assert asked() == ChatOptions(seed=seed, begun=PartialAnswer("ab" * 16, array("i", [1, 2, 3])))
+    for told_s, waits_s in ((0.0, 2 * pause_s), (5.0, 5.0), (1000.0, wire_client.MAX_BUSY_WAIT_S)):
+        assert answer.pause_after(CapacityError("busy", told_s)) == waits_s
+    last = answer.receive(Delta("", finish="stop", usage=Usage(1, 5, 1, rounds=2)))
+    assert last.usage == Usage(1, 5, 3, rounds=5) and answer.finished
+
+
+def test_an_answer_whose_model_is_not_known_is_not_asked_for_again() -> None:
+    answer = wire_client.ResumableAnswer("Complete", lambda options: encode_complete("", "x", options), ChatOptions(),
+                                         0.0)
+    answer.receive(Delta("x", (TextToken(1, "x", False, None),)))
+    with pytest.raises(Unavailable):
+        answer.pause_after(Unavailable("gone"))
 
 
 @pytest.mark.parametrize("begun", [True, False])

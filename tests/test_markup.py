@@ -306,6 +306,11 @@ def test_a_value_that_is_cut_off_stays_open() -> None:
     assert not markup.calls_complete
 
 
+def test_a_call_in_reasoning_that_is_cut_off_does_not_count() -> None:
+    parts = Markup(HERMES, TOOLS).push('<think>As <tool_call>{"name": "now"}</tool_call> has', True, cut=True)
+    assert (parts.reasoning, parts.calls) == ('As <tool_call>{"name": "now"}</tool_call> has', [])
+
+
 def test_what_follows_open_values_is_read_again_a_few_times() -> None:
     one, many = "<tool_call>weather<arg_key>city</arg_key><arg_value>Paris</tool_call> so ", MAX_UNCLOSED + 3
     assert told(HERMES, [one * many])[2][: MAX_UNCLOSED] == [("weather", '{"city": "Paris"}')] * MAX_UNCLOSED

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router_service.text.scanner import StopStrings
+from router_service.text.tokens import Completion, Detokenizer, TextCodec
+from slipstream.protocol.requests import Piece, Request, Sampling, TokenLogprob
+
+EOS = 256
 
 
 def naive_cut(text: str, stops: list[str], passed: int = 0) -> tuple[str, str | None]:
@@ -67,3 +75,53 @@ def test_stop_strings_over_several_pieces() -> None:
     cutter = StopStrings(["\n\nUser:", "###"])
     assert [cutter.push(piece) for piece in ("a#", "#b\n", "\nUs", "er", ": x", "more")] == ["a", "##b", "", "", "", ""]
     assert cutter.matched == "\n\nUser:"
+
+
+class Given:
+    """An Answer of bytes, as commits of so many; each has a log probability that names its place."""
+
+    def __init__(self, tokens: list[int], size: int, drafted: int) -> None:
+        self._tokens, self._size, self._drafted, self.closed = tokens, size, drafted, False
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        for i in range(0, len(self._tokens), self._size):
+            tokens = tuple(self._tokens[i : i + self._size])
+            yield Piece(tokens, min(self._drafted, len(tokens) - 1), self._drafted,
+                        tuple(TokenLogprob(-float(i + j)) for j in range(len(tokens))),
+                        "stop" if i + self._size >= len(self._tokens) else "")
+
+    def set_speculation(self, allowed: bool) -> None:
+        pass
+
+    async def aclose(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize("all_tokens", [False, True])
+@pytest.mark.parametrize(("stops", "keep", "least", "text", "ended_by", "count"), [
+    ([], False, 0, "one €: two", EOS, 13), ([], True, 0, "one €: two", EOS, 13),
+    (["€:"], False, 0, "one ", "€:", 8), (["€:"], True, 0, "one €:", "€:", 8),
+    (["e", "x"], False, 2, "on", "e", 3), (["e", "tw"], False, 3, "one €: ", "tw", 11),
+    (["two!"], False, 0, "one €: two", EOS, 13)], ids=str)
+async def test_log_probabilities_and_counts_do_not_depend_on_commits(
+        tiny_folder: Path, stops: list[str], keep: bool, least: int, text: str, ended_by: str | int, count: int,
+        all_tokens: bool) -> None:
+    codec, tokens = TextCodec(tiny_folder), [*"one €: two".encode(), EOS]
+    request = Request("r", (1,), Sampling(min_tokens=least, stop_token_ids=(EOS,)), len(tokens))
+    for size in range(1, len(tokens) + 1):
+        answer = Given(tokens, size, drafted=2)
+        completion = Completion(request, answer, Detokenizer(codec), stops, 260, keep_stop=keep,
+                                return_all_tokens=all_tokens)
+        deltas = [delta async for delta in completion]
+        found = [token for delta in deltas for token in delta.tokens]
+        assert "".join(delta.text for delta in deltas) == "".join(token.text for token in found) == text
+        places = list(range(len(found)))
+        assert [(token.id, token.logprob and token.logprob.logprob, token.drafted) for token in found] == [
+            (tokens[i], -float(i), i % size < min(2, len(tokens[i - i % size :][:size]) - 1)) for i in places]
+        if all_tokens:
+            assert len(found) == count
+        assert (deltas[-1].finish, deltas[-1].stop) == ("stop", ended_by) and answer.closed
+        assert completion.tally.tokens == sum(delta.num_tokens for delta in deltas) == count
+        assert completion.tally.rounds == -(-count // size)
+        accepted = [i % size < min(2, len(tokens[i - i % size :][:size]) - 1) for i in range(count)]
+        assert completion.tally.accepted == sum(accepted)
