@@ -363,16 +363,30 @@ def test_a_target_with_room_in_it_waits_for_nobody() -> None:
     assert draft.drafter.told == 60_000, "alone it is read at once"
 
 
-def test_features_that_wait_are_bounded_in_bytes() -> None:
-    draft, rows = Shared(), bytes(4 << 20)
+@pytest.mark.parametrize("of_commits", [False, True])
+def test_features_that_wait_are_bounded_in_bytes(of_commits: bool) -> None:
+    draft, rows = Shared(), Features(1, 0, bytes(4 << 20), 1024, "float32")
+    item = Commit(1, 1, np.array([3], np.int32), rows) if of_commits else rows
     for _ in range(15):
-        draft.worker.received(draft.hostile, [Features(1, 0, rows, 1024, "float32")], ())
+        draft.worker.received(draft.hostile, [item], ())
     assert not draft.worker.inbox_full(draft.hostile)
     for _ in range(2):
-        draft.worker.received(draft.hostile, [Features(1, 0, rows, 1024, "float32")], ())
+        draft.worker.received(draft.hostile, [item], ())
     assert draft.worker.inbox_full(draft.hostile) and not draft.worker.inbox_full(draft.honest)
     draft.turns(2)
     assert not draft.worker.inbox_full(draft.hostile)
+
+
+def test_a_round_takes_as_many_rows_of_states_as_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row is as much to read as a token."""
+    draft, taken = Shared(), list[int]()
+    monkeypatch.setattr(draft.drafter, "absorb", lambda states: taken.append(sum(one.num_rows for one in states)))
+    rows = [Features(1, start, b"", 1024, "float32") for start in range(0, 20 * 1024, 1024)]
+    draft.worker.received(draft.hostile, [opened(1, 1), *rows[:4]], ())
+    draft.turns(1)
+    draft.worker.received(draft.hostile, rows[:17], ())
+    draft.turns(2)
+    assert taken == [4 * 1024, ROUND_TOKENS, 1024]
 
 
 def test_a_target_that_is_wrong_too_often_is_refused_and_told_once() -> None:
