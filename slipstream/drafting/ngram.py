@@ -135,7 +135,7 @@ class NgramDrafter:
             heap.clear()
             self._push(session, ROOT, 0.0, 0, session.index.matches())
         nodes_left = min(budget, tree.free_nodes)
-        while heap and (nodes_left > 0 or tree.target_has(heap[0].parent, heap[0].token)):
+        while heap and nodes_left > 0:
             branch = heapq.heappop(heap)
             node = tree.propose(branch.parent, branch.token, -branch.cost)
             nodes_left -= tree.ids[node] == 0

@@ -180,10 +180,6 @@ class GrowingTree:
         self.ids.append(0)
         return len(self.tokens) - 1
 
-    def target_has(self, parent: int, token: int) -> bool:
-        """Whether the target has this child, and it was not proposed again since the last commit."""
-        return (parent, token) in self._sent_children
-
     def grow_ahead(self, max_frontier: int = MIN_FRONTIER_AHEAD) -> None:
         """Grow ahead of the target from now on: the likeliest nodes of all levels, not only the newest level.
         ``max_frontier``: nodes expanded in one forward, at least MIN_FRONTIER_AHEAD."""
