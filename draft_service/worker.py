@@ -142,10 +142,9 @@ class Intake:
 
     def take(self, served: int) -> list[tuple[Peer, list[Received]]]:
         """The items of one round. ``served``: number of targets that have sessions."""
-        now_s, num_waiting, by_peer = self._clock(), 0, list[tuple[Peer, list[Received]]]()
+        now_s, by_peer = self._clock(), list[tuple[Peer, list[Received]]]()
         for peer, waiting in list(self._queues.items()):
             waiting.round_tokens = 0
-            num_waiting += bool(waiting.items)
             if not waiting.items or now_s < waiting.paused_until_s:
                 continue
             items = list[Received]()
@@ -155,7 +154,7 @@ class Intake:
                 waiting.round_tokens += tokens
                 waiting.taken_bytes += size
             by_peer.append((peer, items))
-        self._shared = max(served, num_waiting) > 1
+        self._shared = served > 1
         return by_peer
 
     def charge(self, seconds: float) -> None:

@@ -356,6 +356,18 @@ def test_texts_of_one_target_take_half_the_time_where_there_are_others() -> None
     assert base > 300
 
 
+def test_texts_of_one_target_leave_time_for_another_that_says_nothing_now() -> None:
+    """What that one says next would wait until they were read."""
+    draft = Shared()
+    draft.worker.received(draft.honest, [opened(1, 10)], ())
+    draft.turns(1)
+    draft.worker.received(draft.hostile, [opened(1, 1000)] * 3000, ())
+    while draft.drafter.now_s < 20.0:
+        draft.turns(1)
+        draft.drafter.now_s += 0.01
+    assert draft.drafter.told * 1e-4 < 0.6 * draft.drafter.now_s
+
+
 def test_a_target_with_room_in_it_waits_for_nobody() -> None:
     draft = Shared()
     draft.worker.received(draft.honest, [opened(session, 1000) for session in range(60)], ())
