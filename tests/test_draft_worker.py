@@ -228,6 +228,22 @@ def test_what_is_grown_ahead_does_not_wait_for_a_text_that_is_read() -> None:
     assert " ".join(done).split() == ["grow", "grow", "read"] and "grow read" not in " ".join(done)
 
 
+def test_a_new_session_has_a_whole_tree_though_an_older_one_grows_ahead() -> None:
+    """Else its first tree is one level deep."""
+    asked = list[tuple[int, int]]()
+
+    class Asked(NgramDrafter):
+        def grow(self, ids: Sequence[int], budgets: Sequence[int], steps: int = 0) -> list[Growth]:
+            asked.append((len(ids), steps))
+            return super().grow(ids, budgets, steps)
+
+    worker, peer = DraftWorker(Asked(8), "hash", 30.0, clock=lambda: 100.0, run_ahead=16), Listener()
+    for told in ([replace(opened(1, 2), ahead=True)], [opened(2, 8)]):
+        worker.received(peer, told, ())
+        worker.turn(block=False)
+    assert asked == [(1, 0), (2, 0)]
+
+
 def test_nothing_to_propose_is_said() -> None:
     bench = Bench()
     (growth,) = bench.deliver(Open(1, np.array([5, 6, 7], np.int32), 3, Sampling()))
@@ -393,7 +409,7 @@ def test_a_fault_costs_one_session() -> None:
                          ids=["slots", "memory"])
 @pytest.mark.parametrize("place", ["open", "absorb", "commit", "grow"])
 def test_a_drafter_that_fails_gives_its_sessions_up_and_goes_on(place: str, error: Exception) -> None:
-    bench = Bench()
+    bench = Bench(max_sessions=1)  # the drafter has room again only if it forgets the first one
     bench.deliver(opened(1))
     bench.drafter.place, bench.drafter.error = place, error
     told = {"open": opened(1), "absorb": Features(1, 0, bytes(8), 1, "float64")}.get(place, commit(10, 3))
