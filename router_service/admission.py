@@ -20,8 +20,9 @@ Rules:
    Only the decision's mode, and whether it is a probe, are used; they hold until one of them changes. How many nodes to
    verify and how long to wait is each target's own decision.
 7. While the pool does not pay, new answers begin without drafts and running ones are switched over; prompt lookup needs
-   no pool, and goes on. During a probe a share of the answers speculates, and only these are judged; the probe's budget
-   is a share of the time of all answers. An answer whose client asked for plain decoding is never switched.
+   no pool, and goes on. During a probe a share of the answers speculates, and only these are judged; they make way for
+   others if they tell nothing for long. The probe's budget is a share of the time of all answers. An answer whose
+   client asked for plain decoding is never switched.
 8. Every transition is logged with its numbers and counted, with the scope ``pool``.
 9. Pieces are judged together, as many as there are answers (about one step's), because a call for each piece would run
    with cold caches. Pieces of a single answer are judged at once.
@@ -45,7 +46,7 @@ from slipstream.base.config import PolicySection
 from slipstream.base.errors import CapacityError, Draining, QuotaExceeded
 from slipstream.decision.beliefs import SHARE, Beliefs, StepCosts
 from slipstream.decision.decide import Mode, Round, RoundInputs, Transition
-from slipstream.decision.policy import PROBE_AFTER_S, SpeculationPolicy
+from slipstream.decision.policy import PROBE_AFTER_S, PROBE_LIMIT_S, SpeculationPolicy
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import RouterMetrics
 from slipstream.protocol.requests import Answer, Piece
@@ -364,7 +365,8 @@ class PoolFallback:
         self._metrics = metrics
         self._clock = clock
         self._reason = "operator"
-        self._followed: set[FollowedAnswer] = set()
+        self._followed: dict[FollowedAnswer, None] = {}  # those that probed longest ago first
+        self._judged_s = clock()  # when a round was judged last, or others were taken for the probe
         self._unjudged: list[tuple[FollowedAnswer, Piece]] = []
         self._log = logger("fallback")
         metrics.mode.set_mode(self.mode.value)
@@ -383,7 +385,7 @@ class PoolFallback:
         if may_speculate and self.mode is not Mode.SPECULATE and self._missing_probes() <= 0:
             self._metrics.fell_back(self._reason)
             followed.set_speculation(False)
-        self._followed.add(followed)
+        self._followed[followed] = None
         return followed
 
     def observe(self, answer: FollowedAnswer, piece: Piece) -> None:
@@ -412,6 +414,7 @@ class PoolFallback:
         # Which nodes were accepted is not told: they count as a chain.
         round_ = Round(piece.drafted, min(piece.accepted, piece.drafted), piece.verify_s, piece.wait_s, late=piece.late,
                        plain_s=piece.plain_s)
+        self._judged_s = now_s
         self._apply(self._policy.observe(now_s, round_))
 
     def _learn_costs(self, piece: Piece) -> None:
@@ -423,13 +426,17 @@ class PoolFallback:
             beliefs.costs.observe(1 + piece.drafted, piece.verify_s)
 
     def unfollow(self, answer: FollowedAnswer) -> None:
-        self._followed.discard(answer)
+        self._followed.pop(answer, None)
 
     def tick(self) -> None:
         """Judge the pieces since the last call; a probe may begin."""
+        now_s = self._clock()
         self._judge_all()
-        self._policy.tick(self._clock())
+        self._policy.tick(now_s)
         self._apply(None)
+        if self.probing and now_s - self._judged_s > PROBE_LIMIT_S:  # they wait, or look up: others may tell more
+            self._judged_s = now_s
+            self._switch_all()
         self._fill_probe()
 
     async def run(self) -> None:
@@ -450,15 +457,20 @@ class PoolFallback:
             self._log.info("mode changed", scope="pool", before=before, after=after, reason=transition.reason,
                            why=decision.why, gain=round(transition.gain, 3),
                            plain_ms=round(1e3 * self._beliefs.costs.cost(1), 2), answers=len(self._followed))
+        self._judged_s = self._clock()
+        self._switch_all()
+        self._fill_probe()
+
+    def _switch_all(self) -> None:
         for answer in self._followed:
             answer.set_speculation(self.mode is Mode.SPECULATE)
-        self._fill_probe()
 
     def _fill_probe(self) -> None:
         if (missing := self._missing_probes()) > 0:
             plain = [answer for answer in self._followed if answer.may_speculate and not answer.speculates]
             for answer in plain[:missing]:
                 answer.set_speculation(True)
+                self._followed[answer] = self._followed.pop(answer)
 
     def _missing_probes(self) -> int:
         """How many further answers may speculate for the probe that runs."""

@@ -44,6 +44,7 @@ class PoolAnswer:
         self.speculate = speculate
         self.closed = self.waited = False
         self.shadow = False  # its own target drafts for it no more
+        self.copies = False  # its text is looked up
 
     def __aiter__(self) -> AsyncIterator[Piece]:
         return self
@@ -60,7 +61,7 @@ class PoolAnswer:
         if pool.hangs:
             wait_s, self.waited = (0.0 if self.waited else pool.patience_s), True
             return Piece((1,), 0, 0, verify_s=PLAIN_S, wait_s=wait_s, plain_s=PLAIN_S, late=wait_s > 0.0)
-        if pool.looks_up:
+        if pool.looks_up or self.copies:
             return Piece((1,) * 4, 3, 4, verify_s=PLAIN_S, state="lookup")
         return Piece((1,) * (1 + pool.accepted), pool.accepted, 4, verify_s=pool.verify_s, wait_s=pool.wait_s,
                      plain_s=pool.plain_s)
@@ -203,6 +204,78 @@ async def test_texts_that_are_looked_up_fail_no_probe_and_pay_for_it() -> None:
     world.pool.looks_up = False
     await world.run(2.0)
     assert world.fallback.mode is Mode.SPECULATE
+
+
+async def probed(world: World) -> None:
+    """The pool of ``world`` is left, and a probe has just begun."""
+    await left_for(world)
+    while not world.fallback.probing:
+        await world.step()
+
+
+@pytest.mark.parametrize("why", ["copies", "shadow"])
+async def test_answers_that_tell_nothing_of_the_drafts_make_way_for_others(why: str) -> None:
+    """A long text that is looked up, or whose target has no draft, was all of the probe until it ended."""
+    world = await prepared(4)
+    await left_for(world)
+    for inner in world.inner[:3]:
+        setattr(inner, why, True)
+    while world.fallback.mode is not Mode.SPECULATE:
+        await world.step()
+        assert sum(inner.speculate for inner in world.inner) <= 1 or world.fallback.mode is Mode.SPECULATE
+        assert world.pool.now_s < 1000.0 + 60.0
+
+
+async def test_a_hundredth_of_the_answers_probes() -> None:
+    world = await prepared(150)
+    await probed(world)
+    assert sum(inner.speculate for inner in world.inner) == 2
+
+
+async def test_another_takes_the_place_of_an_answer_that_probed() -> None:
+    world = await prepared(4)
+    await probed(world)
+    (probing,) = (number for number, inner in enumerate(world.inner) if inner.speculate)
+    await world.answers.pop(probing).aclose()
+    del world.inner[probing]
+    assert not any(inner.speculate for inner in world.inner)
+    world.fallback.tick()
+    assert sum(inner.speculate for inner in world.inner) == 1
+
+
+async def test_new_answers_probe_where_none_does() -> None:
+    world = await prepared(1)
+    await probed(world)
+    for answer in world.answers:
+        await answer.aclose()
+    assert [world.begin().speculate for _ in range(3)] == [True, False, False]
+
+
+async def test_an_answer_for_which_its_target_does_not_draft_passes_no_probe() -> None:
+    world = await prepared(1)
+    await probed(world)
+    world.inner[0].shadow = True
+    await world.run(60.0)
+    assert world.fallback.mode is Mode.PLAIN, "three probes failed"
+
+
+async def test_a_piece_is_judged_while_all_others_are_quiet() -> None:
+    world = World(20)
+    for _ in range(2):
+        await anext(aiter(world.answers[0]))
+    world.fallback.tick()
+    assert world.fallback._beliefs.budget.left_s > 0.0
+
+
+async def test_plain_answers_are_no_reason_to_stay() -> None:
+    """What may be lost before a pool is left is shared by those who draft."""
+    world = World(1)
+    for _ in range(60):
+        world.begin(wanted=False)
+    await world.run(1.0)
+    world.pool.accepted, world.pool.wait_s = 0, 0.010
+    await world.run(1.0)
+    assert world.fallback.mode is not Mode.SPECULATE
 
 
 async def test_a_pool_that_never_answers_is_left_and_passes_no_probe() -> None:
