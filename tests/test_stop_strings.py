@@ -125,3 +125,27 @@ async def test_log_probabilities_and_counts_do_not_depend_on_commits(
         assert completion.tally.rounds == -(-count // size)
         accepted = [i % size < min(2, len(tokens[i - i % size :][:size]) - 1) for i in range(count)]
         assert completion.tally.accepted == sum(accepted)
+
+
+class Words:
+    """A Detokenizer of words, of which the last ends in the midst of a character."""
+
+    def push(self, token: int) -> str:
+        return ("one", " t</", "a> x")[token]
+
+    def flush(self) -> str:
+        return "\ufffd"
+
+
+@pytest.mark.parametrize(("stops", "keep", "all_tokens", "told"), [
+    (["</a>"], False, False, ["one", " t"]), (["</a>"], False, True, ["one", " t", ""]),
+    (["</a>"], True, False, ["one", " t</", "a>"]), (["</a>", "t<"], False, False, ["one", " "])], ids=str)
+@pytest.mark.parametrize("size", [1, 2, 3])
+async def test_the_token_in_which_a_stop_string_begins_keeps_what_is_before(
+        stops: list[str], keep: bool, all_tokens: bool, told: list[str], size: int) -> None:
+    completion = Completion(Request("r", (1,), Sampling(), 3), Given([0, 1, 2], size, 0), Words(), stops, 3,
+                            keep_stop=keep, return_all_tokens=all_tokens)
+    deltas = [delta async for delta in completion]
+    found = [token for delta in deltas for token in delta.tokens]
+    assert [token.text for token in found] == told and "".join(delta.text for delta in deltas) == "".join(told)
+    assert [token.logprob for token in found] == [TokenLogprob(-float(i)) for i in range(len(told))]
