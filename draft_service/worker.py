@@ -363,7 +363,7 @@ class DraftWorker:
         that pays. Returns False after ``stop``."""
         events: list[Callable[[Round], None]] = []
         sweep_s = max(0.0, self._next_sweep_s - self._clock())
-        wait_s = self.wait_s if sweep_s > 0 else None
+        wait_s = self.wait_s
         try:
             event = self._inbox.get(block and wait_s != 0.0, sweep_s if wait_s is None else min(sweep_s, wait_s))
             while event is not None:

@@ -7,6 +7,7 @@ import pytest
 
 from draft_service.worker import DraftSession, DraftWorker
 from slipstream.drafting.tree import ROOT, GrowingTree
+from slipstream.protocol.conduct import MAX_GROWTHS_AHEAD
 from slipstream.protocol.messages import (
     PROTOCOL_VERSION,
     Close,
@@ -155,6 +156,22 @@ def test_hopeless_nodes_stop_it() -> None:
         session.tree.propose(node, token, -9.0)
         session.record_growth(session.tree.next_growth(1, 8))
     assert not session.should_grow_ahead
+    session.apply_request(side.commit([1], wanted=8, ahead=True), 40)
+    assert session.should_grow_ahead, "a commit starts it again"
+
+
+def test_growths_that_found_nothing_are_not_counted_among_those_that_were_sent() -> None:
+    """As a drafter that begins anew first finds what the target has, as deep as that goes."""
+    side, node = TargetSide(1, PROMPT, len(PROMPT), Sampling()), ROOT
+    session = DraftSession(1, Listener(), DraftSide(1), tree=GrowingTree(2))
+    session.apply_request(side.attach(wanted=60, ahead=True), 400)
+    for token in range(MAX_GROWTHS_AHEAD + 8):
+        node = session.tree.propose(node, token, -0.1)
+    session.record_growth(session.tree.next_growth(1, 60))
+    for _ in range(MAX_GROWTHS_AHEAD):
+        assert session.should_grow_ahead
+        session.record_growth(session.tree.next_growth(1, 16))
+    assert session.should_grow_ahead and session.growths_sent == 1
 
 
 @pytest.mark.parametrize("seed", range(20))

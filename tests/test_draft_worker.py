@@ -69,10 +69,38 @@ def test_states_of_a_prompt_are_read_as_they_come_where_drafts_will_be_wanted(wa
     drafter = Reading(8)
     worker, peer = DraftWorker(drafter, "hash", 30.0, clock=lambda: 100.0), Listener()
     for told in (opened(1, wanted), Features(1, 0, bytes(8), 4, "float64"), Features(1, 4, bytes(8), 4, "float64")):
+        before = getattr(drafter, "seen", [])
         worker.received(peer, [told], ())
-        for _ in range(3):
+        worker.turn(block=False)
+        assert getattr(drafter, "seen", []) == before, "what comes is answered first"
+        for _ in range(2):
             worker.turn(block=False)
     assert getattr(drafter, "seen", []) == read
+
+
+def test_no_text_is_read_on_for_a_target_that_wants_nothing_any_more() -> None:
+    drafter = Reading(8)
+    worker, peer = DraftWorker(drafter, "hash", 30.0, clock=lambda: 100.0), Listener()
+    worker.received(peer, [Open(1, np.array([5, 6, 7], np.int32), 3, Sampling())], ())
+    worker.turn(block=False)
+    worker.received(peer, [commit(3, 8, wanted=0)], ())
+    for _ in range(3):
+        worker.turn(block=False)
+    assert not hasattr(drafter, "seen")
+
+
+def test_a_text_is_read_on_part_by_part_until_it_is_read() -> None:
+    parts = [[1], [1], []]
+
+    class Long(NgramDrafter):
+        def read(self, ids: Sequence[int]) -> list[int]:
+            return parts.pop(0)
+
+    worker = DraftWorker(Long(8), "hash", 30.0, clock=lambda: 100.0)
+    worker.received(Listener(), [Open(1, np.array([5, 6, 7], np.int32), 3, Sampling())], ())
+    for _ in range(6):
+        worker.turn(block=False)
+    assert parts == [] and worker.wait_s is None
 
 
 class FailingDrafter(NgramDrafter):
@@ -162,6 +190,12 @@ def test_it_grows_for_each_commit_and_only_then() -> None:
     (growth,) = bench.deliver(commit(10, 3), commit(11, 4))
     assert isinstance(growth, Growth) and growth.base == 12, "two commits in one round need one growth"
     assert bench.deliver(commit(12, 1, wanted=0)) == [], "the target follows in the shadow and wants nothing"
+
+
+def test_no_growth_has_more_nodes_than_a_hello_says() -> None:
+    bench, text = Bench(), np.random.default_rng(0).integers(2, size=400, dtype=np.int32)
+    (growth,) = bench.deliver(Open(1, text, len(text), Sampling(), 200))
+    assert isinstance(growth, Growth) and len(growth.ids) == bench.drafter.max_nodes
 
 
 class Reader(NgramDrafter):
@@ -308,6 +342,15 @@ def test_room_is_bounded_and_comes_back() -> None:
     assert bench.deliver(Close(1)) == []
     (growth,) = bench.deliver(opened(3))
     assert isinstance(growth, Growth) and growth.session == 3
+
+
+def test_a_text_that_its_drafter_has_no_memory_for_is_not_followed() -> None:
+    worker, peer = DraftWorker(NgramDrafter(8, free_bytes=lambda: 0), "hash", 30.0, clock=lambda: 100.0), Listener()
+    worker.received(peer, [opened()], ())
+    worker.turn(block=False)
+    worker.received(peer, [commit(10, 3)], ())
+    worker.turn(block=False)
+    assert peer.take() == [Drop(1, "capacity", 10), Drop(1, "unknown", 11)]
 
 
 def test_a_host_of_many_streams_has_its_share_of_the_places() -> None:

@@ -364,7 +364,9 @@ def test_texts_of_one_target_leave_time_for_another_that_says_nothing_now() -> N
     draft.worker.received(draft.hostile, [opened(1, 1000)] * 3000, ())
     while draft.drafter.now_s < 20.0:
         draft.turns(1)
-        draft.drafter.now_s += 0.01
+        wait_s = draft.worker.wait_s
+        assert wait_s is not None, "it does not sleep for longer than the pause"
+        draft.drafter.now_s += wait_s
     assert draft.drafter.told * 1e-4 < 0.6 * draft.drafter.now_s
 
 

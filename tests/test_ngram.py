@@ -39,6 +39,13 @@ def test_a_long_match_is_found_behind_many_short_ones() -> None:
     assert growth.tokens.tolist() == [9]
 
 
+def test_a_deeper_node_continues_a_longer_match() -> None:
+    """So each is likelier below the one before: 3, 4 and 5 of 5, 6 and 7 at two tokens of doubt."""
+    (growth,) = opened([1, 2, 3, 4, 5, 6, 9, 1, 2, 3]).grow([7], [3])
+    assert growth.tokens.tolist() == [4, 5, 6]
+    assert np.exp(growth.scores) == pytest.approx([3 / 5, 3 / 5 * 4 / 6, 3 / 5 * 4 / 6 * 5 / 7], abs=1e-6)
+
+
 def test_shorter_matches_are_merged_in_as_siblings() -> None:
     drafter = opened([1, 2, 3, 4, 5, 6, 9, 2, 3, 8, 8, 1, 2, 3])
     (growth,) = drafter.grow([7], [12])
