@@ -507,3 +507,27 @@ async def test_what_asks_for_too_much_is_refused_by_name(fields: dict[str, Any],
     assert MAX_SCORES < 500 * 30 * 21
     refused = await routed.post(COMPLETIONS, **fields)
     assert refused.status_code == 400 and refused.json()["error"]["param"] == named, refused.text
+
+
+class Begun:
+    """An Answer whose first target went away while it told the scores of the prompt."""
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        for scores in (PromptScores(1, [-1.0], [1]), PromptScores(1, [-2.0], [1]), PromptScores(2, [-3.0], [1])):
+            yield Piece((), prompt=scores)
+        yield Piece((65,))
+        yield Piece((), finish="stop")
+
+    def set_speculation(self, allowed: bool) -> None:
+        pass
+
+    async def aclose(self) -> None:
+        pass
+
+
+async def test_scores_that_begin_again_at_another_target_are_told_once(tiny_folder: Path) -> None:
+    request = Request("r", (1, 2, 3), Sampling(), 5, prompt_logprobs=0)
+    completion = Completion(request, Begun(), Detokenizer(TextCodec(tiny_folder)), [], 260)
+    deltas = [delta async for delta in completion]
+    assert [list(part.logprobs) for part in deltas[0].prompt] == [[-2.0], [-3.0]] and deltas[0].text == "A"
+    assert completion.tally.rounds == 1, "the end alone is none"
