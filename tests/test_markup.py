@@ -13,6 +13,7 @@ import orjson
 import pytest
 
 from router_service.text.calls import MAX_UNCLOSED
+from router_service.text.deltas import TextDelta
 from router_service.text.marks import (
     ANALYSIS,
     BARE,
@@ -309,6 +310,13 @@ def test_a_value_that_is_cut_off_stays_open() -> None:
 def test_a_call_in_reasoning_that_is_cut_off_does_not_count() -> None:
     parts = Markup(HERMES, TOOLS).push('<think>As <tool_call>{"name": "now"}</tool_call> has', True, cut=True)
     assert (parts.reasoning, parts.calls) == ('As <tool_call>{"name": "now"}</tool_call> has', [])
+
+
+def test_a_delta_tells_that_an_answer_was_cut() -> None:
+    markup = Markup(HERMES, TOOLS)
+    markup.push_delta(TextDelta("<tool_call>weather<arg_key>city</arg_key><arg_value>a</tool_call> b", finish="length"))
+    assert not markup.calls_complete
+    assert Markup(BARE, TOOLS, calls_only=True).push('{"na', True, cut=True).all == [], "it was to be a call"
 
 
 def test_what_follows_open_values_is_read_again_a_few_times() -> None:
