@@ -181,7 +181,7 @@ async def test_a_request_goes_where_it_fits() -> None:
 
 async def test_where_no_target_is_well_one_that_answers_is_asked() -> None:
     answers, deaf = EchoTarget(), EchoTarget()
-    b = balancer(answers, deaf, poll_timeout_s=0.01)
+    b = balancer(answers, deaf, poll_timeout_s=0.2)
     await b.poll()
     answers.waiting, deaf.deaf = 10, True
     await b.poll()
@@ -458,7 +458,7 @@ async def test_a_silent_target_loses_what_waits_for_its_first_piece() -> None:
     silent, good = EchoTarget(hang=True), EchoTarget()
     good.waiting = 10
     metrics = RouterMetrics("tiny")
-    b = balancer(silent, good, metrics=metrics, poll_timeout_s=0.01, polls_until_unreachable=2)
+    b = balancer(silent, good, metrics=metrics, poll_timeout_s=0.2, polls_until_unreachable=2)
     await b.poll()
     assert told(metrics, "targets_ready") == 2
     reading = asyncio.ensure_future(read(b.submit(request())))
@@ -478,7 +478,7 @@ async def test_a_silent_target_loses_what_waits_for_its_first_piece() -> None:
 async def test_who_is_sent_to_a_silent_target_for_want_of_others_does_not_wait_there() -> None:
     silent = EchoTarget(hang=True)
     silent.deaf = True
-    b = balancer(silent, poll_timeout_s=0.01, polls_until_unreachable=1)
+    b = balancer(silent, poll_timeout_s=0.2, polls_until_unreachable=1)
     await b.poll()
     with pytest.raises(Unavailable):
         await read(b.submit(request()))
@@ -487,7 +487,7 @@ async def test_who_is_sent_to_a_silent_target_for_want_of_others_does_not_wait_t
 async def test_a_target_that_has_left_and_misses_a_poll_loses_what_waits_there() -> None:
     silent, good = EchoTarget(hang=True), EchoTarget()
     good.waiting = 10
-    b = balancer(silent, good, poll_timeout_s=0.01)
+    b = balancer(silent, good, poll_timeout_s=0.2)
     await b.poll()
     reading = asyncio.ensure_future(read(b.submit(request())))
     await settled()
