@@ -40,3 +40,11 @@ class Held:
     def let_go(self) -> None:
         self._held = False
         self._steps.release()
+
+
+class HeldModels(list[Held]):
+    """The ``around`` of targets: it makes each model a held one, in the order of their targets."""
+
+    def __call__(self, model: CausalModel) -> CausalModel:
+        self.append(Held(model))
+        return self[-1]

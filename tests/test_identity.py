@@ -38,7 +38,7 @@ from slipstream.wire.server import GrpcServer
 from slipstream.wire.target import TargetClient, TargetServicer
 from target_service import assembly, vllm_start
 from tests.echo import EchoAnswer, EchoTarget, answer_bytes
-from tests.held import Held
+from tests.held import Held, HeldModels
 from tests.loop import eventually, settled
 from tests.pair import WIRE, Rig, target
 from tests.routing import CHAT, COMPLETIONS, HELLO, Routing, events, routing
@@ -63,19 +63,14 @@ class Serving:
 
 @asynccontextmanager
 async def serving(folder: Path) -> AsyncIterator[Serving]:
-    made: list[Held] = []
-
-    def around(model: CausalModel) -> CausalModel:
-        made.append(Held(model))
-        return made[0]
-
-    async with target(folder, dtype="float32", slots=4096, around=around) as rig:
+    models = HeldModels()
+    async with target(folder, dtype="float32", slots=4096, around=models) as rig:
         server = GrpcServer("127.0.0.1:0", WIRE, [TargetServicer(rig.service)])
         client = TargetClient(f"127.0.0.1:{await server.start()}")
         try:
-            yield Serving(made[0], rig, server, client)
+            yield Serving(models[0], rig, server, client)
         finally:
-            made[0].let_go()
+            models[0].let_go()
             await client.aclose()
             await server.drain(0.0)
 

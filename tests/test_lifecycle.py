@@ -35,7 +35,6 @@ from slipstream.base.config import Config
 from slipstream.base.errors import ConfigError, Draining
 from slipstream.cli.host import launched
 from slipstream.cli.process import Launch
-from slipstream.engine.model import CausalModel
 from slipstream.grammar.trial import Trial
 from slipstream.observe.metrics import RouterMetrics
 from slipstream.protocol.grammar import Grammar
@@ -48,7 +47,7 @@ from target_service.__main__ import serve as serve_target
 from target_service.assembly import Target as Ready
 from target_service.assembly import build as build_target
 from tests.api_server import StandIn, endpoint
-from tests.held import Held
+from tests.held import HeldModels
 from tests.kube import ROOT
 from tests.loop import eventually
 from tests.pair import STUBBORN, target
@@ -65,13 +64,8 @@ PROMPT = tuple(b"the cat sat on the mat. the cat sat on the")
 async def test_an_answer_that_is_handed_back_goes_on_as_if_it_had_not_been(tiny_folder: Path, name: str) -> None:
     endless = replace(SAMPLINGS[name], stop_token_ids=())  # it must not end before it is handed back
     request = Request("r", PROMPT, endless, 400, top_logprobs=1)
-    models: list[Held] = []
-
-    def around(model: CausalModel) -> CausalModel:
-        models.append(Held(model))
-        return models[-1]
-
-    async with target(tiny_folder, around=around) as first, target(tiny_folder, around=around) as second:
+    models = HeldModels()
+    async with target(tiny_folder, around=models) as first, target(tiny_folder, around=models) as second:
         whole = await second.answer(request)
         balancer = Balancer(Targets({"first": first.service, "second": second.service}), RouterMetrics("tiny"))
         await balancer.poll()

@@ -16,7 +16,6 @@ from bench.fleet import free_port
 from router_service.balance import Balancer, BalanceRules, Targets
 from slipstream.base.config import WireSection
 from slipstream.base.errors import CallLost, CapacityError, Draining, InvalidRequest, SlipstreamError, Unavailable
-from slipstream.engine.model import CausalModel
 from slipstream.observe.metrics import RouterMetrics
 from slipstream.protocol.identity import Identity
 from slipstream.protocol.requests import Answer, Request, Sampling
@@ -26,7 +25,7 @@ from slipstream.wire.server import GrpcServer
 from slipstream.wire.target import TargetClient, TargetServicer
 from target_service.assembly import Target
 from tests.echo import EchoTarget, answer_bytes
-from tests.held import Held
+from tests.held import Held, HeldModels
 from tests.loop import eventually, settled
 from tests.names import Names
 from tests.test_fleet import QUICK, timed_target
@@ -54,19 +53,14 @@ class Served:
 
 @asynccontextmanager
 async def served(*settings: str) -> AsyncIterator[Served]:
-    made: list[Held] = []
-
-    def around(model: CausalModel) -> CausalModel:
-        made.append(Held(model))
-        return made[0]
-
-    async with timed_target("target.policy.max_nodes=0", *settings, around=around) as target:
+    models = HeldModels()
+    async with timed_target("target.policy.max_nodes=0", *settings, around=models) as target:
         server = GrpcServer("127.0.0.1:0", WireSection(), [TargetServicer(target.service)])
         client = TargetClient(f"127.0.0.1:{await server.start()}")
         try:
-            yield Served(made[0], target, server, client)
+            yield Served(models[0], target, server, client)
         finally:
-            made[0].let_go()
+            models[0].let_go()
             await client.aclose()
             await server.drain(0.0)
 

@@ -56,7 +56,9 @@ def test_a_limit_that_is_closed_or_has_no_time_ends_when_it_is_told() -> None:
     counted(waits())
 
 
-async def test_what_is_cancelled_from_outside_stays_cancelled() -> None:
+@pytest.mark.parametrize("order", [("cancel",), ("fire", "cancel"), ("cancel", "fire")], ids=" ".join)
+async def test_what_is_cancelled_from_outside_stays_cancelled(order: tuple[str, ...]) -> None:
+    """As its time is over, too."""
     limit, waiting = Limit(late, 30.0), asyncio.Event()
 
     async def wait() -> None:
@@ -66,27 +68,11 @@ async def test_what_is_cancelled_from_outside_stays_cancelled() -> None:
 
     task = asyncio.create_task(wait())
     await waiting.wait()
-    task.cancel()
+    for end in order:
+        task.cancel() if end == "cancel" else limit.fire()
     with pytest.raises(asyncio.CancelledError):
         await task
     limit.close()
-
-
-@pytest.mark.parametrize("fired_first", [False, True])
-async def test_what_is_cancelled_from_outside_as_its_time_is_over_stays_cancelled(fired_first: bool) -> None:
-    limit, waiting = Limit(late), asyncio.Event()
-
-    async def wait() -> None:
-        with limit:
-            waiting.set()
-            await asyncio.Event().wait()
-
-    task = asyncio.create_task(wait())
-    await waiting.wait()
-    for end in (limit.fire, task.cancel) if fired_first else (task.cancel, limit.fire):
-        end()
-    with pytest.raises(asyncio.CancelledError):
-        await task
 
 
 async def test_whoever_is_cancelled_already_waits_no_longer_than_its_limit() -> None:
