@@ -113,6 +113,17 @@ def following(gives: Callable[[FeatureSpec], bool] | None = None, lookup: bool =
     return Following(section, costs, metrics, gives or no_feature_rows)
 
 
+def followed_session() -> tuple[Waits, Heard, Following, Followed]:
+    """A session that a silent drafter follows, and the clock, the link and the target's side of it."""
+    world, link = Waits(), Heard()
+    target = following(world=world)
+    target.link_up(link, SILENT)
+    target.inbox.drain()
+    one = target.open(1, PROMPT, len(PROMPT), Sampling(), 100)
+    target.begin([one], 0.0)
+    return world, link, target, one
+
+
 @contextmanager
 def drafted(target: Following) -> Iterator[None]:
     worker = DraftWorker(NgramDrafter(8, orders=(1, *ORDERS)), "", 30.0)
@@ -253,12 +264,7 @@ def test_nothing_is_verified_behind_the_last_token() -> None:
 
 
 def test_who_may_not_draft_any_more_neither_waits_nor_verifies() -> None:
-    world, link = Waits(), Heard()
-    target = following(world=world)
-    target.link_up(link, SILENT)
-    target.inbox.drain()
-    one = target.open(1, PROMPT, len(PROMPT), Sampling(), 100)
-    target.begin([one], 0.0)
+    _, link, target, one = followed_session()
     assert one.should_wait(0.0)
     one.allow(False, 0.0)
     assert one.link is None and not one.should_wait(0.0) and one.decision.why == "forbidden"
@@ -557,12 +563,7 @@ def test_a_draft_that_went_often_is_tried_as_soon_as_it_is_back() -> None:
 
 
 def test_who_drops_what_it_was_just_given_has_no_text_again_for_a_second() -> None:
-    world, link = Waits(), Heard()
-    target = following(world=world)
-    target.link_up(link, SILENT)
-    target.inbox.drain()
-    one = target.open(1, PROMPT, len(PROMPT), Sampling(), 100)
-    target.begin([one], 0.0)
+    world, link, target, one = followed_session()
 
     def follows(at_s: float) -> bool:
         world.now_s = at_s
