@@ -122,8 +122,9 @@ def _encode_frames(message_type: Callable[[], Any], incarnation: int, items: Seq
     message = message_type()
     frame = message.frame
     frame.incarnation = incarnation
-    # Checked first, because rows that do not fit would be copied for nothing.
-    if len(items) == 1 or (len(items) <= MAX_FRAME_ITEMS and row_bytes(items) <= max_bytes):
+    # Checked first, because prompts' rows that do not fit would be copied for nothing.
+    if len(items) == 1 or (len(items) <= MAX_FRAME_ITEMS and
+                           sum(len(item.rows) for item in items if isinstance(item, Features)) <= max_bytes):
         for item in items:
             _write_item(frame.items.add(), item)
         data = message.SerializeToString()
@@ -135,16 +136,6 @@ def _encode_frames(message_type: Callable[[], Any], incarnation: int, items: Seq
     frames, oversized = _encode_frames(message_type, incarnation, first_half, max_bytes)
     more_frames, more_oversized = _encode_frames(message_type, incarnation, second_half, max_bytes)
     return frames + more_frames, oversized + more_oversized
-
-
-def row_bytes(items: Sequence[Any]) -> int:
-    """Bytes of the feature rows in ``items``."""
-    size = 0
-    for item in items:
-        features = item.features if isinstance(item, Commit) else item
-        if isinstance(features, Features):
-            size += len(features.rows)
-    return size
 
 
 def _split(items: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:

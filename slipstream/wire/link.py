@@ -50,6 +50,7 @@ from slipstream.base.errors import (
 from slipstream.observe.log import logger
 from slipstream.protocol.conduct import Allowance, Exclusion, Pace
 from slipstream.protocol.messages import (
+    Commit,
     DraftBound,
     DraftHello,
     Drop,
@@ -70,7 +71,6 @@ from slipstream.wire.codec import (
     decode_draft_hello,
     encode_target_frames,
     encode_target_hello,
-    row_bytes,
 )
 from slipstream.wire.status import ReportedProblems, from_grpc_error
 from slipstream.wire.tls import TlsFiles
@@ -130,7 +130,7 @@ class Outbox(Generic[Item]):
                 items = [item for item in items if not isinstance(item, Features)]
             if self._closed or not items:
                 return
-            num_bytes = row_bytes(items)
+            num_bytes = _row_bytes(items)
             needs_wake = not self._batches  # else the loop has been woken, and has not taken all
             self._batches.append((items, num_bytes))
             self._queued_bytes += num_bytes
@@ -179,6 +179,16 @@ class Outbox(Generic[Item]):
         self._error = self._error or error
         with contextlib.suppress(RuntimeError):  # the loop is closed: so is the stream
             self._loop.call_soon_threadsafe(self._failed.set)
+
+
+def _row_bytes(items: Sequence[Any]) -> int:
+    """Bytes of the feature rows in ``items``."""
+    size = 0
+    for item in items:
+        features = item.features if isinstance(item, Commit) else item
+        if isinstance(features, Features):
+            size += len(features.rows)
+    return size
 
 
 class ByteStream(Protocol):
