@@ -38,7 +38,7 @@ def test_a_model_has_the_name_under_which_vllm_serves_it(rank: int, drafts: tupl
                                                          monkeypatch: pytest.MonkeyPatch) -> None:
     """In metrics, beside vLLM's own, and in the logs of drafts, of which only one rank knows."""
     links = list[tuple[Options, TargetHello]]()
-    monkeypatch.setattr(remote, "adapt", lambda: None)
+    monkeypatch.setattr(remote, "adapt", lambda kind: None)
     monkeypatch.setattr(remote, "Links", lambda options, hello, *_: links.append((options, hello)))
     model = SimpleNamespace(model=str(tmp_path), served_model_name="llama", tokenizer=str(tmp_path), max_model_len=64,
                             tokenizer_revision=None,

@@ -18,4 +18,4 @@ def register() -> None:
     without drafts."""
     from slipstream_vllm.versions import adapt_if_known
 
-    adapt_if_known()
+    adapt_if_known(RemoteDrafter)

@@ -26,7 +26,6 @@ from slipstream.following.chains import GREEDY, SWITCH, Row
 from slipstream.observe.log import logger
 from slipstream.observe.spans import HEADER
 from slipstream_vllm.features import Batch, FinalNorm
-from slipstream_vllm.remote import RemoteDrafter
 from slipstream_vllm.sampling import ChoiceRequest, KeyedSampling, refusal, with_named_tokens
 from slipstream_vllm.signals import patch as patch_signals
 
@@ -39,17 +38,18 @@ PARTS = (
 )
 
 
-def patch() -> None:
-    """Patch vLLM; once a process. Raises ConfigError where vLLM lacks an expected method."""
+def patch(kind: type[Any]) -> None:
+    """Patch vLLM; once a process. kind: our class of drafters. Raises ConfigError where vLLM lacks an expected
+    method."""
     from vllm.v1.sample.rejection_sampler import RejectionSampler
     from vllm.v1.sample.sampler import Sampler
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     if hasattr(GPUModelRunner, "slipstream"):
         return
-    kinds = (GPUModelRunner, Sampler, RejectionSampler)
-    if missing := [f"{kind.__name__}.{name}" for kind, names in zip(kinds, PARTS, strict=True) for name in names
-                   if not hasattr(kind, name)]:
+    patched = (GPUModelRunner, Sampler, RejectionSampler)
+    if missing := [f"{owner.__name__}.{name}" for owner, names in zip(patched, PARTS, strict=True) for name in names
+                   if not hasattr(owner, name)]:
         raise ConfigError(f"this release of vLLM has no {', '.join(missing)}: install vLLM 0.32.0, or leave out "
                           "--speculative-config")
     from vllm.v1.kv_cache_interface import is_full_attention_spec
@@ -61,7 +61,7 @@ def patch() -> None:
     def propose_draft_token_ids(self: Any, scheduler_output: Any, sampled_token_ids: Any, sampling_metadata: Any,
                                 hidden_states: Any, sample_hidden_states: Any, aux_hidden_states: Any, *args: Any,
                                 **kwargs: Any) -> Any:
-        if not isinstance(self.drafter, RemoteDrafter):
+        if not isinstance(self.drafter, kind):
             return inner(self, scheduler_output, sampled_token_ids, sampling_metadata, hidden_states,
                          sample_hidden_states, aux_hidden_states, *args, **kwargs)
         if not self.drafter.connects:
@@ -75,10 +75,10 @@ def patch() -> None:
 
     GPUModelRunner.propose_draft_token_ids = propose_draft_token_ids
     _patch_taps(GPUModelRunner)
-    _patch_reach(GPUModelRunner)
+    _patch_reach(GPUModelRunner, kind)
     patch_sampling(GPUModelRunner)
     patch_seeds(GPUModelRunner)
-    _patch_ends(GPUModelRunner)
+    _patch_ends(GPUModelRunner, kind)
     patch_signals()
 
 
@@ -131,12 +131,12 @@ class _Captured(Exception):
     """Ends the trial call in ``final_norm`` once the state was seen."""
 
 
-def _patch_reach(runner: Any) -> None:
+def _patch_reach(runner: Any, kind: type[Any]) -> None:
     """vLLM skips the proposer for all requests if one is near the longest context. Ours needs no room there."""
     inner = runner._input_fits_in_drafter
 
     def fits(self: Any, common_attn_metadata: Any) -> bool:
-        if isinstance(self.drafter, RemoteDrafter):
+        if isinstance(self.drafter, kind):
             return common_attn_metadata is not None
         return bool(inner(self, common_attn_metadata))
 
@@ -182,8 +182,8 @@ def patch_seeds(runner: Any) -> None:
 
 def keyed_of(runner: Any) -> KeyedSampling | None:
     """The keyed sampling of ``runner``; None: vLLM chooses alone."""
-    drafter = getattr(runner, "drafter", None)
-    if not isinstance(drafter, RemoteDrafter) or not drafter.keyed:
+    drafter: Any = getattr(runner, "drafter", None)
+    if not getattr(drafter, "keyed", False):  # only ours has it
         return None
     if drafter.chooser is None:
         if why := refusal(runner.vllm_config):
@@ -192,7 +192,8 @@ def keyed_of(runner: Any) -> KeyedSampling | None:
             return None
         drafter.chooser = KeyedSampling(runner.sampler, runner.rejection_sampler, runner.model_config.seed,
                                         runner.input_batch.vocab_size)
-    return drafter.chooser
+    keyed: KeyedSampling = drafter.chooser
+    return keyed
 
 
 def choice_requests(runner: Any, keyed: KeyedSampling, spec: Any) -> list[ChoiceRequest]:
@@ -206,13 +207,13 @@ def choice_requests(runner: Any, keyed: KeyedSampling, spec: Any) -> list[Choice
             for index, request in enumerate(batch.req_ids)]
 
 
-def _patch_ends(runner: Any) -> None:
+def _patch_ends(runner: Any, kind: type[Any]) -> None:
     """Close the last requests too: they end in a step that computes nothing, so the proposer is not called."""
     inner = runner._update_states
 
     def _update_states(self: Any, scheduler_output: Any) -> Any:
         drafter = getattr(self, "drafter", None)
-        if scheduler_output.finished_req_ids and isinstance(drafter, RemoteDrafter):
+        if scheduler_output.finished_req_ids and isinstance(drafter, kind):
             drafter.chains.close_finished(scheduler_output.finished_req_ids)
         return inner(self, scheduler_output)
 

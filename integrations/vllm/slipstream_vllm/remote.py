@@ -43,7 +43,7 @@ class RemoteDrafter:
     def __init__(self, vllm_config: Any) -> None:
         """Raises ConfigError naming the field, or the problem with this vLLM."""
         configure_logging()
-        adapt()
+        adapt(RemoteDrafter)
         model, speculative = vllm_config.model_config, vllm_config.speculative_config
         options = Options.of((vllm_config.additional_config or {}).get("slipstream"))
         self.connects = is_drafting_rank(vllm_config.parallel_config)  # to drafts (rule 1)

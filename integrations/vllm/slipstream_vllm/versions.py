@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from slipstream.base.errors import ConfigError
 from slipstream.observe.log import logger
@@ -36,19 +37,19 @@ def adapter_fits(version: str) -> None:
                           f"{KNOWN}: install that one, or leave out --speculative-config")
 
 
-def adapt() -> None:
-    """Patch the vLLM of this process so that it calls ``RemoteDrafter`` with the data it needs. Raises ConfigError for
-    a version without an adapter."""
+def adapt(kind: type[Any]) -> None:
+    """Patch the vLLM of this process so that it calls drafters of ``kind``, ours, with the data they need. Raises
+    ConfigError for a version without an adapter."""
     adapter_fits(installed())
     from slipstream_vllm.adapter_0_32 import patch
 
-    patch()
+    patch(kind)
 
 
-def adapt_if_known() -> None:
+def adapt_if_known(kind: type[Any]) -> None:
     """As ``adapt``, but it only logs an error: this process may not use drafts at all."""
     try:
-        adapt()
+        adapt(kind)
     except Exception as error:  # a runner that cannot be imported here, say
         configure_logging()
         logger("vllm").warning("vLLM starts without drafts", why=str(error) or repr(error))
