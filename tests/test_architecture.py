@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import configparser
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,12 @@ def test_settings_do_not_come_from_the_environment() -> None:
         "processes what they can be told in no other way")
 
 
+def test_no_files_import_one_another_in_a_circle() -> None:
+    """Inside functions too, and for types alone; a package stands for its ``__init__``."""
+    modules = {module_of(path): path for path in SOURCES}
+    TopologicalSorter({module: set(imports(path, modules)) for module, path in modules.items()}).prepare()
+
+
 def test_import_contracts_cover_the_design() -> None:
     contracts = configparser.ConfigParser()
     contracts.read(ROOT / ".importlinter")
@@ -80,6 +87,22 @@ def test_import_contracts_cover_the_design() -> None:
     assert set(rooms) <= set(layers), "give every folder of the library its layer in .importlinter"
     loose = sorted(path.name for path in (ROOT / "slipstream").glob("*.py"))
     assert loose == ["__init__.py", "__main__.py", "client.py"], "a module of the library lives in a folder"
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    if parts[0] == "integrations":
+        parts = parts[2:]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(path: Path, modules: Collection[str]) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+        if isinstance(node, ast.ImportFrom):
+            # What is no module of the package stands in its ``__init__``.
+            names = [inner if (inner := f"{node.module}.{name}") in modules else str(node.module) for name in names]
+        yield from (name for name in names if name in modules)
 
 
 def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:

@@ -14,7 +14,7 @@ import torch
 
 from slipstream.base.config import DraftSection, ModelSection
 from slipstream.base.errors import ModelError
-from slipstream.drafting import Drafter
+from slipstream.drafting.drafter import Drafter
 from slipstream.drafting.graph import GraphBackend, spare_slots
 from slipstream.drafting.heads.block import BlockNetwork
 from slipstream.drafting.heads.block_checkpoint import read_block_head

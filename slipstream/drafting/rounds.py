@@ -25,7 +25,7 @@ import numpy as np
 from slipstream.base.config import GrowthSection
 from slipstream.base.errors import ConfigError
 from slipstream.choosing.sampling import ChoiceRows, choose
-from slipstream.drafting import Drafter
+from slipstream.drafting.drafter import Drafter
 from slipstream.drafting.neural import NeuralDrafter
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.kv import Indices
