@@ -135,6 +135,15 @@ SAID: dict[str, tuple[Style, str, Told]] = {
         "<|start|>assistant to=functions.now<|channel|>commentary json<|message|>{}", ("Hm.", "So.", [PARIS, NOW])),
     "gpt-oss, a call at once": (
         GPT_OSS, " to=functions.now<|channel|>commentary <|constrain|>json<|message|>{}", ("", "", [NOW])),
+    "gpt-oss, no mark behind headers": (
+        GPT_OSS, "<|channel|>analysis Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.weather json"
+        + JSON + "<|call|><|start|>assistant to=functions.now<|channel|>commentary <|constrain|>json {}<|call|>"
+        "<|channel|>commentary?<|end|><|start|><|channel|>final So. <|start|>assistant<|channel|>final  to say.",
+        ("", "So. to say.", [PARIS, NOW])),
+    "gpt-oss, headers alone": (
+        GPT_OSS, "<|channel|>commentary to=assistant<|channel|>analysis<|message|>Hm.<|end|>"
+        "<|channel|>commentary to=functions.now<|end|><|channel|>final<|constrain|>json<|end|><|start|>assistant",
+        ("Hm.", "", [])),
     "gpt-oss, no header": (GPT_OSS, " So to say.\n", ("", " So to say.\n", [])),
     "mistral, a list": (MISTRAL, f'[TOOL_CALLS] [{{"name": "weather", "arguments": {JSON}}}]', ("", "", [PARIS])),
     "mistral": (MISTRAL, f"[THINK]Hm.[/THINK]So:[TOOL_CALLS]weather[ARGS]{JSON}[TOOL_CALLS]now[CALL_ID]123456789[ARGS]"

@@ -51,9 +51,11 @@ REASONING_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:thi
 HERMES, SEED, MINIMAX = "<tool_call>", "<seed:tool_call>", "<minimax:tool_call>"
 NEMOTRON, HUNYUAN = "<TOOLCALL>", "<tool_calls>"
 CLOSERS = {opener: f"</{opener[1:]}" for opener in (HERMES, SEED, MINIMAX, NEMOTRON, HUNYUAN)}
-HEADERS, HEADER_END = ("<|start|>", "<|channel|>"), "<|message|>"  # GPT-OSS writes a header before each text
-ANALYSIS = (f"<|channel|>analysis{HEADER_END}", "<|end|>")
-CHANNEL_MARKS = (*HEADERS, HEADER_END, "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
+START, CHANNEL, HEADER_END = "<|start|>", "<|channel|>", "<|message|>"  # GPT-OSS writes a header before each text
+HEADERS = (START, CHANNEL)
+ANALYSIS = (f"{CHANNEL}analysis{HEADER_END}", "<|end|>")
+TEXT_ENDS = ("<|end|>", "<|call|>", "<|return|>")
+CHANNEL_MARKS = (*HEADERS, HEADER_END, "<|constrain|>", *TEXT_ENDS)
 OPENERS = (*CLOSERS, "[TOOL_CALLS]", LLAMA, GRANITE, *(section.begin for section in SECTIONS))
 MARKS = (*OPENERS, *CLOSERS.values(), "[ARGS]", "[CALL_ID]", *(mark for pair in REASONING_MARKS for mark in pair),
          *(mark for s in SECTIONS for mark in (s.call, s.arguments, s.end_call, s.end)))

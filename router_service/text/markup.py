@@ -21,6 +21,7 @@ from typing import Any, Literal
 from router_service.text.calls import CallDelta, CallParser, is_object
 from router_service.text.deltas import TextDelta
 from router_service.text.marks import (
+    CHANNEL,
     CHANNEL_MARKS,
     CLOSERS,
     CODER,
@@ -29,11 +30,14 @@ from router_service.text.marks import (
     HERMES,
     INVOKE,
     SECTIONS,
+    TEXT_ENDS,
     Style,
 )
 from router_service.text.scanner import NoCall, Parser, Scanner, Words
 
 TO = "to=functions."  # begins a function's name in a header
+HEADER_ENDS = Words((HEADER_END, *HEADERS, *TEXT_ENDS))  # the first, or what comes next where a model forgets it
+OPEN_HEADER = re.compile(r"<\|channel\|>\w+( to=[^\s<{]+)?(\s*<\|constrain\|>\w*| json(?=\s*{))?\s*")
 BARE_BEGINS = ('{"name":', '{"type": "function"', '{"type":"function"')  # of calls behind words
 TextKind = Literal["reasoning", "text"]
 
@@ -191,7 +195,7 @@ class Markup:
         if self._has_headers:
             self._held_blanks.append((yield from self._scanner.skip_blanks()))
             if (yield from self._scanner.starts_with(TO)):
-                yield from self._header()
+                yield from self._header("")
         while not (self._scanner.final and not self._scanner.unread):
             mark = yield from self._scanner.read_until(self._marks, self._content)
             if not mark:
@@ -199,7 +203,7 @@ class Markup:
             if self._reasoning_marks is not None and mark == self._reasoning_marks[0]:
                 yield from self._reasoning(mark)
             elif self._has_headers and mark in HEADERS:
-                yield from self._header()
+                yield from self._header(mark)
             elif mark in BARE_BEGINS:
                 self._scanner.unread = mark + self._scanner.unread
                 yield from self._maybe_call(self._calls.read_objects(known_only=True))
@@ -238,13 +242,25 @@ class Markup:
                 self._scanner.unread = mark + text
         self._in_reasoning = False
 
-    def _header(self) -> Parser:
-        """A header, and the text after it unless that is content."""
-        header, mark = yield from self._scanner.read_before(Words((HEADER_END,)))
+    def _header(self, mark: str) -> Parser:
+        """A header, which ``mark`` began, and the text after it unless that is content. Some models forget the mark
+        between them: of such a header a final text or a call is told."""
+        header, end = yield from self._scanner.read_before(HEADER_ENDS)
+        header, text = mark + header, ""
+        if end == CHANNEL != mark:
+            rest, end = yield from self._scanner.read_before(HEADER_ENDS)
+            header += CHANNEL + rest
+        if end != HEADER_END:
+            self._scanner.unread = end + self._scanner.unread
+            found = OPEN_HEADER.search(header)
+            header, text = (header[:found.end()], header[found.end():]) if found else ("", "")
         _, is_call, name = header.partition(TO)
-        if mark and is_call and self._tools:
+        if is_call and self._tools:
+            self._scanner.unread = text + self._scanner.unread
             yield from self._maybe_call(self._calls.read_arguments(re.split(r"[\s<]", name)[0]))
-        elif mark and "analysis" in header:
+        elif text and f"{CHANNEL}final" in header:
+            self._content(text)
+        elif end == HEADER_END and "analysis" in header:
             yield from self._reasoning("")
 
     def _content(self, text: str) -> None:

@@ -27,20 +27,21 @@ class Words:
     What a character costs grows with the number of words, not with their lengths, if the caller keeps of the searched
     text only ``partial_length``."""
 
-    __slots__ = ("_firsts", "_longest", "words")
+    __slots__ = ("_firsts", "_longest", "_pattern", "words")
 
     def __init__(self, words: Sequence[str]) -> None:
+        self._pattern: re.Pattern[str] | None = None  # of ``find``: stop strings, which may be long, need none
         self.words = tuple(dict.fromkeys(words))
         self._firsts = frozenset(word[0] for word in self.words)
         self._longest = max(map(len, self.words), default=0)
 
     def find(self, text: str) -> tuple[int, str] | None:
         """Where the earliest of the words begins, and the longest that begins there."""
-        found = [(start, -len(word), word) for word in self.words if (start := text.find(word)) >= 0]
-        if not found:
-            return None
-        start, _, word = min(found)
-        return start, word
+        if self._pattern is None:
+            longest_first = sorted(self.words, key=len, reverse=True)
+            self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        found = self._pattern.search(text)
+        return None if found is None else (found.start(), found[0])
 
     def partial_length(self, text: str) -> int:
         """The length of the longest end of ``text`` that begins one of the words."""
