@@ -14,7 +14,8 @@ import pytest
 
 from router_service.dialects import messages, responses
 from router_service.dialects.blocks import AnswerHead, Blocks
-from router_service.dialects.messages import MessagesReply
+from router_service.dialects.messages import MessagesReply, error_of
+from router_service.dialects.problems import Problem
 from router_service.dialects.responses import ResponsesReply
 from router_service.text.deltas import TextDelta
 from router_service.text.marks import REASONING_MARKS, Style
@@ -138,6 +139,23 @@ async def test_the_assistants_last_words_are_continued(tiny_folder: Path) -> Non
         assert bytes(token for token in prompt if token < 256).decode().endswith("So I say") and prompt[-1] < 256
         refused = await r.post(MESSAGES, messages=HELLO, tool_choice={"type": "any"})
         assert refused.status_code == 400 and "needs tools" in refused.json()["error"]["message"]
+
+
+async def test_the_system_is_heard_and_calls_are_one_if_asked(tiny_folder: Path) -> None:
+    target = caller()
+    target.says = CALL * 2
+    async with routing(tiny_folder, target) as r:
+        for single, count in ((False, 2), (True, 1)):
+            message = (await r.post(MESSAGES, max_tokens=200, messages=HELLO, tools=[THEIRS], system="Be brief.",
+                                    tool_choice={"type": "auto", "disable_parallel_tool_use": single})).json()
+            assert [block["type"] for block in message["content"]].count("tool_use") == count
+            assert "Be brief." in target.prompt
+
+
+def test_each_status_has_the_kind_that_clients_of_messages_know() -> None:
+    kinds = {403: "permission_error", 413: "request_too_large", 429: "rate_limit_error", 500: "api_error",
+             503: "overloaded_error", 504: "timeout_error"}
+    assert {status: error_of(Problem(status, "", ""))["error"]["type"] for status in kinds} == kinds
 
 
 def test_tokens_that_were_cached_or_written_to_a_cache_are_numbers() -> None:
@@ -305,6 +323,7 @@ async def test_refusals_say_what_to_do_in_the_responses_own_words(tiny_folder: P
                 ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "store: false"),
                 ({"input": [{"content": "hello"}]}, "role: must be"),
                 ({"tool_choice": {"type": "function", "function": {"name": "weather"}}}, '"name": "..."}'),
+                ({"tool_choice": "weather"}, '"name": "..."}'),
                 ({"tool_choice": {"type": "function", "name": "other"}}, "no function among tools is called 'other'")):
             refused = await r.post(RESPONSES, **{"input": "hello", "tools": [FUNCTION], **fields})
             told = refused.json()["error"]["message"]
@@ -312,13 +331,17 @@ async def test_refusals_say_what_to_do_in_the_responses_own_words(tiny_folder: P
 
 
 @pytest.mark.parametrize(("translate", "body", "field"), [
-    (messages.chat_of, {}, "messages"), (messages.chat_of, {"messages": [1]}, "messages[0].role"),
+    (messages.chat_of, {}, "messages"), (messages.chat_of, {"messages": [], "system": "Brief."}, "messages"),
+    (messages.chat_of, {"messages": [1]}, "messages[0].role"),
     (messages.chat_of, {"messages": [{"role": "system", "content": 1}]}, "messages[0].content"),
     (messages.chat_of, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]"),
     (messages.chat_of, {"messages": HELLO, "tools": [{"name": "x"}]}, "tools"),
     (messages.chat_of, {"messages": HELLO, "tools": [THEIRS], "tool_choice": {"type": []}}, "tool_choice.type"),
     (messages.chat_of, {"messages": HELLO, "tools": [THEIRS], "tool_choice": "any"}, "tool_choice.type"),
     (messages.chat_of, {"messages": HELLO, "output_config": 1}, "output_config"),
+    (messages.chat_of, {"messages": HELLO, "tools": [THEIRS], "tool_choice": {
+        "type": "auto", "disable_parallel_tool_use": 1}}, "tool_choice.disable_parallel_tool_use"),
+    (messages.chat_of, {"messages": HELLO, "thinking": {"type": 5}}, "thinking.type"),
     (messages.chat_of, {"messages": HELLO, "output_config": {"format": {"type": "text"}}}, "output_config.format"),
     (messages.chat_of, {"messages": HELLO, "output_format": "json"}, "output_format"),
     (responses.chat_of, {"input": "x", "text": {"format": "json_object"}}, "text.format"),
@@ -334,6 +357,8 @@ async def test_refusals_say_what_to_do_in_the_responses_own_words(tiny_folder: P
     (responses.chat_of, {}, "input"), (responses.chat_of, {"input": [1]}, "input[0].type"),
     (responses.chat_of, {"input": [{"type": "item_reference"}]}, "input[0].type"),
     (responses.chat_of, {"input": "x", "tools": [1]}, "tools"),
+    (responses.chat_of, {"input": "x", "tools": [{"type": "namespace", "name": "n", "tools": [1]}]}, "tools[0].tools"),
+    (responses.chat_of, {"input": [{"type": "web_search_call"}]}, "input"),
     (responses.chat_of, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
 ])
 def test_what_they_cannot_ask_is_refused_by_name(translate: Any, body: Any, field: str) -> None:

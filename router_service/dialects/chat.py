@@ -190,7 +190,8 @@ def _part(at: str, part: Any, from_tool: bool, unknown: UnknownFields) -> str:
     if from_tool and kind in FILE_NOTES:
         unknown.add(kind, f"{at}.", ())
         return FILE_NOTES[kind]
-    raise InvalidRequest(at, "only parts of type 'text' are supported by this server", "unsupported_parameter")
+    raise InvalidRequest(at, 'must be text, as in {"type": "text", "text": "..."}: nothing else is served here',
+                         "unsupported_parameter")
 
 
 def _calls(at: str, calls: Any) -> list[Json]:

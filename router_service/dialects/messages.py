@@ -88,6 +88,8 @@ def chat_of(raw: Json) -> Json:
     if raw.get("tools") or raw.get("tool_choice"):
         chat |= _tools(raw.get("tools") or [], raw.get("tool_choice"))
     config, thinking = read_object(raw, "output_config"), read_object(raw, "thinking")
+    if not isinstance(thinking.get("type", ""), str):
+        raise InvalidRequest("thinking.type", "must be a string")
     if config.get("effort") is not None:
         chat["reasoning_effort"] = config["effort"]
     chat |= _response_format(raw, config)
@@ -151,8 +153,8 @@ def _chat_messages(at: str, message: Any, first: bool, unknown: dict[str, bool])
         elif kind.endswith(OTHER_CALLS) and message["role"] == "assistant":
             unknown[f"messages[].content[].{kind}"] = True
         elif kind != "redacted_thinking":
-            raise InvalidRequest(where, "only text, calls, their results and thinking are served here",
-                                 "unsupported_parameter")
+            raise InvalidRequest(where, "must be text, an assistant's call or thinking, or a result in a user's turn: "
+                                 "nothing else is served here", "unsupported_parameter")
     if texts or calls or thoughts:
         yield {"role": message["role"], "content": "\n".join(texts), **({"tool_calls": calls} if calls else {}),
                **({"reasoning_content": "\n".join(thoughts)} if thoughts else {})}
@@ -177,9 +179,11 @@ def _tools(tools: Any, choice: Any) -> Json:
         chat_choice = {"type": "function", "function": {"name": choice.get("name")}}
     if chat_choice is None:
         raise InvalidRequest("tool_choice.type", "must be 'auto', 'any', 'tool' or 'none'")
+    if not isinstance(single := choice.get("disable_parallel_tool_use"), bool | None):
+        raise InvalidRequest("tool_choice.disable_parallel_tool_use", "must be true or false")
     has_choice = functions or choice.get("type") != "auto"
     return {"tools": functions, **({"tool_choice": chat_choice} if has_choice else {}), **unknown,
-            **({"parallel_tool_calls": False} if choice.get("disable_parallel_tool_use") is True else {})}
+            **({"parallel_tool_calls": False} if single else {})}
 
 
 class MessagesReply:

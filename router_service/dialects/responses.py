@@ -83,6 +83,8 @@ def chat_of(raw: Json) -> Json:
     unknown: dict[str, bool] = {}
     for i, item in enumerate(items):
         messages += _chat_messages(f"input[{i}]", item, unknown)
+    if not messages:
+        raise InvalidRequest("input", "holds no item that is served here")
     chat["messages"] = merge_turns(messages)
     chat |= _tools(raw.get("tools"), raw.get("tool_choice"))
     text, reasoning = read_object(raw, "text"), read_object(raw, "reasoning")
@@ -136,8 +138,11 @@ def _chat_messages(at: str, item: Any, unknown: dict[str, bool]) -> Iterator[Jso
 def _tools(tools: Any, choice: Any) -> Json:
     if not tools:
         return {"tool_choice": choice} if choice is not None else {}
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+    if not _are_objects(tools):
         raise InvalidRequest("tools", "must be a list of functions")
+    for i, tool in enumerate(tools):
+        if tool.get("type") == "namespace" and not _are_objects(tool.get("tools")):
+            raise InvalidRequest(f"tools[{i}].tools", "must be a list of functions")
     functions = [{"type": "function", "function": {
         "name": _qualified_name(namespace, tool), "description": tool.get("description") or "",
         "parameters": tool.get("parameters") or {}}} for namespace, tool in _functions(tools)]
@@ -150,11 +155,16 @@ def _tools(tools: Any, choice: Any) -> Json:
         choice = {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": [
             {"type": "function", "function": {"name": _qualified_name(tool.get("namespace"), tool)}} for tool in allowed
             if isinstance(tool, dict) and tool.get("type") == "function"]}}
-    elif isinstance(choice, dict):
-        if not isinstance(choice.get("name"), str):
-            raise InvalidRequest("tool_choice", 'must name a function, as in {"type": "function", "name": "..."}')
+    elif choice not in (None, "none", "auto", "required"):
+        if not isinstance(choice, dict) or not isinstance(choice.get("name"), str):
+            raise InvalidRequest("tool_choice", "must be 'none', 'auto', 'required', or a function among tools, as in "
+                                 '{"type": "function", "name": "..."}')
         choice = {"type": choice.get("type"), "function": {"name": _qualified_name(choice.get("namespace"), choice)}}
     return {"tools": functions, **({"tool_choice": choice} if choice is not None else {}), **unknown}
+
+
+def _are_objects(given: Any) -> bool:
+    return isinstance(given, list) and all(isinstance(item, dict) for item in given)
 
 
 def _functions(tools: Iterable[Json]) -> Iterator[tuple[Any, Json]]:
@@ -167,8 +177,7 @@ def _functions(tools: Iterable[Json]) -> Iterator[tuple[Any, Json]]:
 
 def _namespace_tools(tool: Json) -> list[Json]:
     """The tools of a namespace."""
-    tools = tool.get("tools") if tool.get("type") == "namespace" else None
-    return [inner for inner in tools if isinstance(inner, dict)] if isinstance(tools, list) else []
+    return (tool.get("tools") or []) if tool.get("type") == "namespace" else []
 
 
 def _qualified_name(namespace: Any, tool: Json) -> Any:

@@ -63,7 +63,7 @@ class Sampling:
     def __post_init__(self) -> None:
         checks = (
             ("temperature", 0.0 <= self.temperature <= 100.0, "must be between 0 and 100"),
-            ("top_k", 0 <= self.top_k <= 1 << 30, "must be 0 (off) or positive"),
+            ("top_k", 0 <= self.top_k <= 1 << 30, "must be between 0 (off) and 1073741824"),
             ("top_p", 0.0 < self.top_p <= 1.0, "must be between 0 and 1"),
             ("min_p", 0.0 <= self.min_p <= 1.0, "must be between 0 and 1"),
             ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "must be between -2 and 2"),
