@@ -31,7 +31,7 @@ from slipstream.protocol.grammar import Grammar
 
 # Options that a body has in another form: ``_raw`` converts them.
 CONVERTED_OPTIONS = ("logit_bias", "begun", "grammar", "logprobs_mode", "chat_template_kwargs", "tools", "function")
-OPTION_NAMES = {"structured_outputs": "grammar", "logprobs": "top_logprobs"}  # of a body's fields -> of options
+OPTION_NAMES = {"structured_outputs": "grammar", "logprobs": "top_logprobs"}
 
 
 class GatewayFront:
@@ -51,8 +51,7 @@ class GatewayFront:
                 raw["logprobs"] = True
             return self._gateway.plan_chat(parse(ChatBody, raw), options.begun)
 
-        names = OPTION_NAMES | {"tool_choice": "function"} if options.function is not None else OPTION_NAMES
-        return self._run("chat", make_plan, names)
+        return self._run("chat", make_plan, _names(options))
 
     def complete(self, model: str, prompt: str | Sequence[int],
                  options: ChatOptions) -> AsyncGenerator[Delta, None]:
@@ -60,9 +59,11 @@ class GatewayFront:
             raw = self._raw(model, options)
             raw["prompt"] = prompt if isinstance(prompt, str) else list(prompt)
             raw["logprobs"] = raw.pop("top_logprobs", None)
+            if others := raw.keys() - CompletionBody.model_fields.keys():
+                raise InvalidRequest(min(others), "is for Chat alone")
             return self._gateway.plan_completion(parse(CompletionBody, raw), options.begun)
 
-        return self._run("completions", make_plan)
+        return self._run("completions", make_plan, _names(options))
 
     async def models(self) -> list[str]:
         return [self._gateway.model]
@@ -81,7 +82,7 @@ class GatewayFront:
         return raw
 
     async def _run(self, endpoint: str, make_plan: Callable[[], Plan],
-                   names: Mapping[str, str] = OPTION_NAMES) -> AsyncGenerator[Delta, None]:
+                   names: Mapping[str, str]) -> AsyncGenerator[Delta, None]:
         try:
             plan = make_plan()
             del make_plan  # and what it refers to, which may be large, and may wait
@@ -129,6 +130,11 @@ class GatewayFront:
                 len(job.resumed_tokens), lambda: deque(map(markups[0].push, self._gateway.resumed_text(job)), 0),
                 self._tenant.id)
         return markups[0]
+
+
+def _names(options: ChatOptions) -> Mapping[str, str]:
+    """Of a body's fields -> of the options that a client gave."""
+    return OPTION_NAMES if options.function is None else OPTION_NAMES | {"tool_choice": "function"}
 
 
 def fields_of(grammar: Grammar) -> dict[str, Any]:

@@ -198,7 +198,7 @@ async def test_refusals_are_in_the_words_of_the_page(tiny_folder: Path, tmp_path
 async def test_responses_are_told_whole_and_in_events(tiny_folder: Path) -> None:
     async with routing(tiny_folder, caller()) as r:
         answer = await r.openai.responses.create(model="tiny", input="hello", instructions="Brief.", tools=[FUNCTION])
-        assert answer.status == "completed" and answer.output_text == "So:"
+        assert answer.status == "completed" and answer.output_text == "So:" and answer.incomplete_details is None
         assert answer.instructions == "Brief."
         assert [tool.model_dump(exclude_none=True) for tool in answer.tools] == [FUNCTION], "what was given"
         call: Any = answer.output[1]
@@ -336,6 +336,9 @@ async def test_refusals_say_what_to_do_in_the_responses_own_words(tiny_folder: P
     (messages.chat_of, {"messages": [{"role": "system", "content": 1}]}, "messages[0].content"),
     (messages.chat_of, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]"),
     (messages.chat_of, {"messages": HELLO, "tools": [{"name": "x"}]}, "tools"),
+    (messages.chat_of, {"messages": HELLO, "tools": [1]}, "tools"),
+    (messages.chat_of, {"messages": [{"role": "user", "content": [{"type": "server_tool_use"}]}]},
+     "messages[0].content[0]"),
     (messages.chat_of, {"messages": HELLO, "tools": [THEIRS], "tool_choice": {"type": []}}, "tool_choice.type"),
     (messages.chat_of, {"messages": HELLO, "tools": [THEIRS], "tool_choice": "any"}, "tool_choice.type"),
     (messages.chat_of, {"messages": HELLO, "output_config": 1}, "output_config"),

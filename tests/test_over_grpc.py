@@ -229,9 +229,11 @@ async def test_a_grammar_that_a_target_gives_up_bears_the_clients_name(tiny_fold
 
 async def test_completions_take_no_tools(tiny_folder: Path) -> None:
     async with routing(tiny_folder, EchoTarget()) as r, client_of(r) as client:
-        with pytest.raises(InvalidRequest) as caught:
-            [delta async for delta in client.complete("hello", tools=[NOW])]
-        assert caught.value.field == "tools"
+        for name, value in (("tools", [NOW]), ("reasoning_effort", "low"), ("tool_choice", NAMED)):
+            with pytest.raises(InvalidRequest) as caught:
+                [delta async for delta in client.complete("hello", **{name: value})]
+            assert caught.value.field == ("function" if name == "tool_choice" else name)
+            assert "is for Chat alone" in str(caught.value)
         assert (await r.post(COMPLETIONS, prompt="hello")).status_code == 200
 
 

@@ -71,7 +71,7 @@ class Sampling:
             ("repetition_penalty", 0.0 < self.repetition_penalty <= 100.0, "must be above 0 and at most 100"),
             ("logit_bias", len(self.logit_bias) <= MAX_LOGIT_BIASES, f"has more than {MAX_LOGIT_BIASES} entries"),
             ("logit_bias", all(-100.0 <= b <= 100.0 for _, b in self.logit_bias), "must be between -100 and 100"),
-            ("min_tokens", 0 <= self.min_tokens <= 1 << 30, "must not be negative"),
+            ("min_tokens", 0 <= self.min_tokens <= 1 << 30, "must be between 0 and 1073741824"),
             ("stop_token_ids", len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
              f"has more than {MAX_STOP_TOKEN_IDS} entries"),
             ("seed", 0 <= self.seed < 1 << 64, "must fit 64 bits without a sign"),
