@@ -547,6 +547,19 @@ def test_marks_show_only_where_calls_or_reasoning_are_told_apart() -> None:
         assert Options(Sampling(), **{"parse_markup": True, **options}).separates_markup(style) == apart, options
 
 
+async def test_a_long_thought_of_the_last_message_goes_on(thinking_folder: Path) -> None:
+    (thinking_folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}{# <think> </think> #}")
+    target = EchoTarget()
+    target.says, target.context = "Hm.\n</think>\n\nSo.", 4096
+    async with routing(thinking_folder, target) as r:
+        for begun, told in (("<think>\n" + "Well, " * 100, ("Hm.", "So.")), ("<think></think>So:", ("", target.says))):
+            asked = [*HELLO, {"role": "assistant", "content": begun}]
+            answer = await r.post(CHAT, messages=asked, continue_final_message=True, add_generation_prompt=False)
+            message = answer.json()["choices"][0]["message"]
+            assert (message.get("reasoning_content", ""), message["content"]) == told
+
+
 async def test_what_is_bound_to_a_grammar_is_content(thinking_folder: Path) -> None:
     target = EchoTarget()
     target.takes, target.says = ("grammar",), '{"city": "Rome"}'

@@ -551,7 +551,7 @@ class Job:
         schemas, max_calls = ({}, None) if tool_use is None else (tool_use.schemas, None if tool_use.parallel else 1)
         if options.grammar_binds_calls:
             return [Markup(BARE, schemas, call_or_text=True) for _ in range(count)]
-        starts_in_reasoning = codec.starts_in_reasoning(self.prompts[0])
+        starts_in_reasoning = codec.starts_in_reasoning(self.prompts[0], self.continues)
         return [Markup(codec.style, schemas, starts_in_reasoning, max_calls,
                        reasoning_in_content=options.reasoning_in_content) for _ in range(count)]
 

@@ -192,9 +192,10 @@ class TextCodec:
                 tokens += self._literals[part] if i % 2 else next(plain)
         return tokens
 
-    def starts_in_reasoning(self, prompt: Sequence[int]) -> bool:
-        """Whether the answer to ``prompt`` begins inside of reasoning."""
-        tail = prompt[-TAIL_TOKENS:]
+    def starts_in_reasoning(self, prompt: Sequence[int], continues: bool = False) -> bool:
+        """Whether the answer to ``prompt`` begins inside of reasoning. ``continues``: it goes on with its last message,
+        which may have begun the reasoning long before."""
+        tail = prompt[-(CONTINUED_TOKENS if continues else TAIL_TOKENS):]
         # Marks in a user's text do not count: only the turn that has not ended does.
         ended = [i for i, token in enumerate(tail, start=1) if token in self._turn_tokens and token not in self.marks]
         end = b"".join(map(self.token_bytes, tail[max(ended, default=0):])).decode("utf-8", "replace")
@@ -326,6 +327,7 @@ class Tally:
 
 
 TAIL_TOKENS = 64  # enough for a character, which has at most four bytes
+CONTINUED_TOKENS = 1 << 14  # of a message that goes on: some milliseconds
 
 
 class Completion:
