@@ -61,6 +61,7 @@ from slipstream.protocol.chat import MAX_BODIES_BYTES, STALL_S
 MAX_HEADER_BYTES = 32 << 10
 MAX_WAITING = 16
 HEAD_S = 30.0
+QUIET_S = 15.0  # twice that is half of what proxies wait for the next byte
 LINGER_S = 2.0  # what a refused client still sends is read and dropped for so long
 LINE_BYTES = 4  # of a header's line beside its name and value
 FRAMING = frozenset({b"content-length", b"transfer-encoding"})
@@ -453,16 +454,19 @@ def presence(connection: Connection) -> Limit:
 
 
 class EventStream(Response):
-    """Sends ``events`` until they end or the client goes away; ``close`` is awaited in any case."""
+    """Sends ``events`` until they end or the client goes away; ``close`` is awaited in any case. Where none comes for
+    ``quiet_s``, a comment is sent: proxies end what says nothing, as while a long argument of a call is read."""
 
     def __init__(self, events: AsyncGenerator[bytes, None], close: Callable[[], Awaitable[None]],
-                 headers: Mapping[str, str], stall_s: float = STALL_S) -> None:
+                 headers: Mapping[str, str], stall_s: float = STALL_S, quiet_s: float = QUIET_S) -> None:
         self.status_code = 200
         self.background = None
         self.raw_headers = [*STREAM_HEADERS, *((name.encode(), value.encode()) for name, value in headers.items())]
         self._events = events
         self._close = close
-        self._stall_s = stall_s
+        self._stall_s, self._quiet_s = stall_s, quiet_s
+        self._is_quiet = False  # nothing was sent since the timer's latest turn
+        self._timer: asyncio.TimerHandle | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection = connection_of(scope)
@@ -474,6 +478,8 @@ class EventStream(Response):
         except TimeoutError:
             connection.transport.abort()  # closed, it would wait for the client to read
         finally:
+            if self._timer is not None:
+                self._timer.cancel()
             await self._events.aclose()
             await self._close()
 
@@ -482,10 +488,22 @@ class EventStream(Response):
         if not in_chunks:  # the body ends with the connection
             scope["method"] = "HEAD"  # so uvicorn writes nothing of a body, neither a header of chunks nor their end
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        self._break_silence(connection, in_chunks)
         async for events in self._events:
-            chunk = _escape_line_ends(events)
-            connection.write(b"%x\r\n%b\r\n" % (len(chunk), chunk) if in_chunks else chunk)
+            self._is_quiet = False
+            connection.write(_chunk(_escape_line_ends(events), in_chunks))
             if connection.flow.write_paused:
                 async with asyncio.timeout(self._stall_s):
                     await connection.flow.drain()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _break_silence(self, connection: Connection, in_chunks: bool) -> None:
+        if self._is_quiet and not connection.flow.write_paused:
+            connection.write(_chunk(COMMENT, in_chunks))
+        self._is_quiet = True
+        self._timer = asyncio.get_running_loop().call_later(
+            self._quiet_s, self._break_silence, connection, in_chunks)
+
+
+def _chunk(data: bytes, in_chunks: bool) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data) if in_chunks else data

@@ -16,7 +16,7 @@ import pytest
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from router_service.connection import Connection, EventStream, connection_of
+from router_service.connection import COMMENT, Connection, EventStream, connection_of
 from router_service.listener import HttpListener
 from slipstream.base.config import RouterSection, WireSection
 from slipstream.observe.metrics import RouterMetrics
@@ -74,11 +74,13 @@ async def served(source: ASGIApp, stall_s: float = STALL_S) -> AsyncIterator[int
     await listener.close()
 
 
-async def body(reader: asyncio.StreamReader) -> bytes:
-    """What an HTTP client of its own makes of a whole answer."""
+async def body(reader: asyncio.StreamReader, begun: bytes = b"") -> bytes:
+    """What an HTTP client of its own makes of a whole answer, of which ``begun`` was read."""
     client, found = h11.Connection(h11.CLIENT), bytearray()
     client.send(h11.Request(method="GET", target="/", headers=[("host", "x")]))
     client.send(h11.EndOfMessage())
+    if begun:
+        client.receive_data(begun)
     while not isinstance(event := client.next_event(), h11.EndOfMessage):
         if event is h11.NEED_DATA:
             client.receive_data(await reader.read(1 << 16))
@@ -120,6 +122,28 @@ async def test_a_client_that_never_reads_a_whole_answer_is_let_go(wish: bytes) -
     source, request = Whole(500), b"GET / HTTP/1.1\r\nHost: x\r\nConnection: %b\r\n\r\n" % wish
     async with served(source, stall_s=0.3) as port, asked(port, request), asyncio.timeout(60):
         await source.lost.wait()
+
+
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+async def test_a_stream_that_has_nothing_to_say_says_so(version: bytes) -> None:
+    heard = asyncio.Event()
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        yield b"data: a\n\n"
+        await heard.wait()
+        yield b"data: b\n\n"
+
+    async def close() -> None: ...
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        await EventStream(events(), close, {}, quiet_s=0.01)(scope, receive, send)
+
+    async with (served(answer) as port, asked(port, b"GET / HTTP/%b\r\nHost: x\r\n\r\n" % version) as reader,
+                asyncio.timeout(60)):
+        head = b"".join([await reader.readuntil(COMMENT) for _ in range(3)])
+        heard.set()
+        said = await body(reader, head)
+    assert said.replace(COMMENT, b"") == b"data: a\n\ndata: b\n\n"
 
 
 async def test_a_client_that_leaves_ends_the_stream() -> None:
