@@ -135,7 +135,8 @@ def schedule(running: abc.Sequence[SequenceInfo], waiting: abc.Sequence[Sequence
     prefill: list[tuple[int, int]] = []
     for info in still_running:
         row_cost = SCORED_ROW_COST if info.needs_scoring else 1
-        rows = min(info.num_prefill, limits.prefill_chunk // row_cost, rows_left // row_cost, slots_left)
+        # Rounded up: the one row that trees leave for the last one would else never do.
+        rows = min(info.num_prefill, limits.prefill_chunk // row_cost, -(-rows_left // row_cost), slots_left)
         if rows > 0:
             prefill.append((info.key, rows))
             rows_left, slots_left = rows_left - row_cost * rows, slots_left - rows

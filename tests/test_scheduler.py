@@ -170,6 +170,16 @@ def test_a_row_that_is_scored_takes_the_place_of_two() -> None:
     assert schedule([SequenceInfo(1, 0, 50, 1, False, needs_scoring=True)], [], SLOTS, LIMITS).prefill == ((1, 8),)
 
 
+def test_a_prompt_that_is_scored_ends_beside_trees_that_would_fill_each_step() -> None:
+    """They leave as many rows as it has left: of its last row half, and it stood still until they were gone."""
+    trees, left = [SequenceInfo(key, 10, 0, 17, False) for key in range(1, 10)], 11
+    for _ in range(5):
+        plan = schedule([*trees, SequenceInfo(10, 0, left, 1, False, needs_scoring=True)], [], 1000, LIMITS)
+        assert sum(rows for _, rows in (*plan.prefill, *plan.verify)) <= LIMITS.max_step_rows
+        left -= sum(rows for _, rows in plan.prefill)
+    assert left == 0
+
+
 def test_a_session_that_waits_for_its_drafter_is_left_out() -> None:
     plan = schedule([SequenceInfo(1, 10, 0, 1, True)], [], 50, LIMITS)
     assert plan.empty
