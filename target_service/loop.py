@@ -288,7 +288,7 @@ class TargetWorker:
             if not waiting:
                 return None
             return max(1e-4, min(sequence.followed.wait.deadline_s for sequence in waiting) - now_s)
-        if not waiting or plan.prefill or plan.admit or plan.put_back:
+        if not waiting or plan.prefill or plan.admit:
             return 0.0
         due_s, coming_rows = self.following.expected_growth([sequence.followed for sequence in waiting])
         left_s, ready_rows = due_s - now_s, sum(rows for _, rows in plan.verify)

@@ -85,10 +85,10 @@ def test_the_drafter_hears_of_a_commit_before_the_client(tiny_folder: Path) -> N
 
 def plain_worker(folder: Path, told: list[Piece | Exception], metrics: TargetMetrics | None = None,
                  tokens: int = 3, clock: Callable[[], float] = time.monotonic,
-                 spans: Spans | None = None) -> TargetWorker:
-    worker = TargetWorker(ModelRunner(load_model(folder, ModelSection(dtype="float64")), 512), TargetSection(slots=512),
-                          StepCosts({1: 1e-3, 64: 2e-3}), metrics or TargetMetrics("tiny"), deliver, clock,
-                          spans=spans)
+                 spans: Spans | None = None, **settings: Any) -> TargetWorker:
+    worker = TargetWorker(ModelRunner(load_model(folder, ModelSection(dtype="float64")), 512),
+                          TargetSection(slots=512, **settings), StepCosts({1: 1e-3, 64: 2e-3}),
+                          metrics or TargetMetrics("tiny"), deliver, clock, spans=spans)
     worker.add_request(1, Request("one", (1, 2, 3), Sampling(), tokens), told.append)
     return worker
 
@@ -197,6 +197,113 @@ def test_pieces_that_wait_for_the_next_step_are_not_lost_with_the_thread(tiny_fo
     worker.start()
     worker.stop()
     assert [len(piece.tokens) for piece in told if isinstance(piece, Piece)] == [1, 1, 1]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_nobody_waits_for_an_engine_thread_that_died(tiny_folder: Path) -> None:
+    """Neither who runs, nor who waits, nor who is in the inbox behind other bugs, nor who comes later."""
+    told = [list[Piece | Exception]() for _ in range(4)]
+    worker = plain_worker(tiny_folder, told[0], tokens=99, max_sessions=1)
+
+    def fail() -> None:
+        raise RuntimeError("a bug")
+
+    def ask(number: int) -> None:
+        worker.add_request(1 + number, Request(str(number), (1, 2, 3), Sampling(), 3), told[number].append)
+
+    ask(1)
+    for _ in range(3):
+        worker.poll()
+    assert (worker.num_running, worker.num_waiting) == (1, 1)
+    worker.post(fail)
+    worker.post(fail)
+    ask(2)
+    worker.start()
+    worker.stop()
+    ask(3)
+    assert [[str(piece) for piece in pieces if isinstance(piece, Exception)] for pieces in told] == [["a bug"]] * 4
+    assert not worker.alive and (worker.num_open, worker.num_waiting) == (0, 0)
+
+
+async def test_an_idle_engine_beats(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a target that nobody has asked anything for two minutes would not be ready."""
+    monkeypatch.setattr("target_service.loop.BEAT_S", 0.001)
+    worker, beats = plain_worker(tiny_folder, []), list[str]()
+
+    def clock() -> float:
+        beats.append(threading.current_thread().name)
+        return 0.0
+
+    worker.vitals.clock = clock
+    worker.start()
+    await eventually(lambda: not worker.num_open)
+    beats.clear()
+    await eventually(lambda: beats.count("target-worker") > 3)
+    await asyncio.to_thread(worker.stop)
+
+
+async def test_events_without_end_do_not_keep_an_answer_from_its_steps(tiny_folder: Path) -> None:
+    told, now_s, ends = list[Piece | Exception](), [0.0], threading.Event()
+
+    def clock() -> float:
+        now_s[0] += 1e-3
+        return now_s[0]
+
+    worker = plain_worker(tiny_folder, told, clock=clock)
+
+    def flood() -> None:
+        if not ends.is_set():
+            worker.post(flood)
+
+    flood()
+    worker.start()
+    await eventually(lambda: len(told) == 3)
+    ends.set()
+    await asyncio.to_thread(worker.stop)
+
+
+def test_a_drafter_hears_at_once_that_an_answer_was_left(tiny_folder: Path) -> None:
+    """Also where no step comes after it: it kept the session until its lease was over."""
+    heard = Heard()
+    worker = plain_worker(tiny_folder, [], tokens=99)
+    worker.following.link_up(heard, HELLO)
+    worker.poll()
+    worker.cancel(1)
+    worker.poll()
+    assert heard.log[-1] == "Close"
+
+
+def test_of_answers_that_wait_for_growth_the_first_goes_on_at_its_own_time(tiny_folder: Path) -> None:
+    heard, now_s = Heard(), [100.0]
+    policy = PolicySection(always=True, deadline_max_s=1.0)
+    worker = plain_worker(tiny_folder, [], tokens=9, clock=lambda: now_s[0], policy=policy)
+    worker.following.link_up(heard, HELLO)
+    assert worker.poll() == 0.0
+    now_s[0] += 0.4
+    worker.add_request(2, Request("two", (4, 5, 6), Sampling(), 9), [].append)
+    assert worker.poll() == 0.0
+    assert worker.poll() == pytest.approx(0.6)
+    now_s[0] += 0.7
+    assert worker.poll() == 0.0, "it goes on alone"
+
+
+def test_a_step_is_held_for_growth_that_is_due_but_not_a_prompt(tiny_folder: Path) -> None:
+    now_s, plain = [100.0], [list[Piece | Exception]() for _ in range(2)]
+    policy = PolicySection(always=True, deadline_max_s=1.0)
+    worker = plain_worker(tiny_folder, [], tokens=9, clock=lambda: now_s[0], policy=policy, prompt_lookup=False)
+    worker.following.link_up(Heard(), HELLO)
+    worker.poll()
+    now_s[0] += 1.0 - 5e-4
+
+    def ask(number: int, prompt: Sequence[int]) -> None:
+        request = Request(str(number), prompt, Sampling(), 9, speculate=False)
+        worker.add_request(2 + number, request, plain[number].append)
+
+    ask(0, (4, 5, 6))
+    assert worker.poll() == 0.0 and len(worker.following.sessions[2].side.tokens) == 4
+    assert worker.poll() == pytest.approx(5e-4), "one step of both ends sooner than two"
+    ask(1, [7] * 300)  # two chunks
+    assert [worker.poll() for _ in range(3)] == [0.0, 0.0, pytest.approx(5e-4)]
 
 
 @dataclass
