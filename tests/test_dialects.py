@@ -210,6 +210,7 @@ async def test_responses_are_told_whole_and_in_events(tiny_folder: Path) -> None
         assert "response.function_call_arguments.delta" in kinds and "response.output_text.done" in kinds
         whole, events = await both(r, RESPONSES, input="hello", tools=[FUNCTION])
         assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        assert {event["content_index"] for event in events if "content_index" in event} == {0}
         told = events[-1]["response"]
         for response in (whole, told):
             for item in response["output"]:

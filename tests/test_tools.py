@@ -427,6 +427,7 @@ async def test_a_past_that_is_none_is_refused_by_name(tiny_folder: Path) -> None
     code = json.dumps({"a": '"{[' * 5_000})
     async with routing(tiny_folder, EchoTarget()) as r:
         for calls, field in (({}, ""), ([call] * (MAX_CALLS + 1), ""), ([{}], "[0].function.name"),
+                             ([{"id": 5, "function": {"name": "a"}}], "[0].id"),
                              ([{"function": {"name": "a", "arguments": 1}}], "[0].function.arguments"),
                              ([{"function": {"name": "a", "arguments": []}}], "[0].function.arguments"),
                              ([{"function": {"name": "a", "arguments": deep}}], "[0].function.arguments")):

@@ -223,8 +223,9 @@ def _call(at: str, call: Any) -> Json:
         arguments = _read(f"{at}.function.arguments", arguments)
     if not isinstance(arguments, dict):
         raise InvalidRequest(f"{at}.function.arguments", "must be an object written as JSON")
-    id_ = call.get("id")
-    return {**({"id": id_} if isinstance(id_, str) else {}), "type": "function",
+    if not isinstance(id_ := call.get("id"), str | None):
+        raise InvalidRequest(f"{at}.id", "must be a string")
+    return {**({} if id_ is None else {"id": id_}), "type": "function",
             "function": {"name": function["name"], "arguments": arguments}}
 
 
