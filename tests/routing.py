@@ -96,11 +96,16 @@ async def routing(folder: Path, *targets: Backend, policy: PolicySection | None 
 
 def events(text: str) -> list[Any]:
     """The data of a server-sent stream; asserts its form."""
-    assert text.endswith("\n\n")
-    blocks = text.removesuffix("\n\n").split("\n\n")
+    blocks = blocks_of(text)
     assert all(block.startswith("data: ") and "\n" not in block for block in blocks)
     assert blocks[-1] == "data: [DONE]"
     return [json.loads(block.removeprefix("data: ")) for block in blocks[:-1]]
+
+
+def blocks_of(text: str) -> list[str]:
+    """The events of a server-sent stream, without the comments of one that was silent for long."""
+    assert text.endswith("\n\n")
+    return re.sub(r"^:\n", "", text, flags=re.MULTILINE).removesuffix("\n\n").split("\n\n")
 
 
 @dataclass(frozen=True, slots=True)

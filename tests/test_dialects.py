@@ -24,7 +24,7 @@ from slipstream.base.errors import InvalidRequest, Unavailable
 from slipstream.protocol.chat import Usage
 from tests.echo import CONTEXT, EchoTarget
 from tests.loop import eventually
-from tests.routing import CHAT, COMPLETIONS, HELLO, Routing, routing
+from tests.routing import CHAT, COMPLETIONS, HELLO, Routing, blocks_of, routing
 from tests.routing import events as chat_events
 
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
@@ -36,7 +36,7 @@ FUNCTION: Any = {"type": "function", "name": "weather", "parameters": SCHEMA}
 
 def named_events(text: str) -> list[Any]:
     """Those of a stream whose events have names."""
-    blocks = [block.split("\n") for block in text.removesuffix("\n\n").split("\n\n")]
+    blocks = [block.split("\n") for block in blocks_of(text)]
     found = [(name.removeprefix("event: "), json.loads(data.removeprefix("data: "))) for name, data in blocks]
     assert all(name == data["type"] for name, data in found)
     return [data for _, data in found]
