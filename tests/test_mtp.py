@@ -23,7 +23,7 @@ from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.hf import HFLayers
 from slipstream.protocol.messages import Commit, Features, Growth, Open
 from slipstream.protocol.requests import Sampling
-from tests.growth_rules import best_paths, scored_paths
+from tests.growth_rules import GrowthLedger, best_paths, scored_paths
 from tests.mtp_folder import (
     HIDDEN,
     KINDS,
@@ -182,6 +182,28 @@ def assert_same(found: Growth, wanted: dict[tuple[int, ...], float], note: objec
     assert set(paths) == set(wanted), note
     for path, score in paths.items():
         assert score == pytest.approx(wanted[path], abs=1e-5), (note, path)
+
+
+def test_a_large_tree_ahead_has_at_each_depth_the_layer_of_that_depth(tmp_path: Path) -> None:
+    """Beyond the nodes of an ancestor word each node is a chain of its own: it was read by the first layer, as a
+    committed token is."""
+    folder = write_mtp_target(tmp_path, mtp_config("mimo", num_nextn_predict_layers=3))
+    tokens, states = [9, 8, 7], states_of(2, seed=2)
+    of, drafter = written("mimo", folder, num_nextn_predict_layers=3), make("mimo", {"mimo": folder}, topk=3)
+    ledger, turns = GrowthLedger(tokens), 0
+    drafter.open([opening(tokens)])
+    drafter.absorb([message(1, 0, states)])
+    while len(drafter.tree(1).computed) < 120:
+        (growth,) = drafter.grow([1], [63], 1)
+        ledger.take(growth, 63, VOCAB)
+        turns += 1
+        assert turns < 20
+    for node in range(1, len(ledger.tree), 9):
+        path, score = tuple(ledger.tree.tokens[at] for at in ledger.tree.path(node)[1:]), 0.0
+        for depth, token in enumerate(path):
+            ids, scores = children(of, path[:depth], tokens, states, 3, torch.arange(VOCAB))
+            score += scores[ids.index(token)]
+        assert ledger.tree.scores[node] == pytest.approx(score, abs=1e-5), path
 
 
 @pytest.mark.parametrize("mapped", [False, True])

@@ -542,11 +542,14 @@ def _add_frontier(builder: BatchBuilder, context: DraftContext, slots: Indices) 
     if mask_len <= MAX_NODES:
         return builder.add(tokens, positions, slots.tolist(), np.concatenate([context.slots, tree.slots]),
                            tree.ancestor_words(), mask_len)
-    # An ancestor word has too few bits: each node becomes a sequence of its own, with its ancestors before it.
+    # An ancestor word has too few bits: each node becomes a tree of its own with its ancestors. No causal sequence: it
+    # would have no depth, by which a head may choose its layer.
     first = len(builder.tokens)
     for node, token, position, slot in zip(tree.frontier, tokens, positions, slots.tolist(), strict=True):
-        builder.add([token], [position], [slot],
-                    np.concatenate([context.slots, tree.slots[tree.ancestor_indices(node)]]))
+        above = tree.ancestor_indices(node)
+        mask_len = min(MAX_NODES, len(above) + 1)
+        builder.add([token], [position], [slot], np.concatenate([context.slots, tree.slots[above]]),
+                    [(1 << mask_len) - 1], mask_len)
     return range(first, len(builder.tokens))
 
 
