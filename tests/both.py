@@ -37,11 +37,11 @@ class Both:
             drafter.open([Open(session, tokens, 1, sampling)])
             drafter.absorb([features])
 
-    def commit(self, session: int, tokens: list[int]) -> None:
+    def commit(self, session: int, tokens: list[int], with_states: bool = True) -> None:
         features = self.states(session, self.bases[session] - 1, len(tokens))
         for drafter in self.drafters:
             drafter.commit([Commit(session, self.bases[session], np.array(tokens, np.int32))])
-            drafter.absorb([features])
+            drafter.absorb([features] if with_states else [])
         self.bases[session] += len(tokens)
 
     def grow(self, sessions: list[int], budgets: Sequence[int] = (), steps: int = 0) -> list[Growth]:

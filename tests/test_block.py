@@ -288,11 +288,12 @@ def test_a_tree_grows_ahead_inside_its_block_and_begins_anew_below_a_commit(tmp_
 
 
 @pytest.mark.parametrize("grown", [True, False], ids=["grown", "at once"])
-@pytest.mark.parametrize("gap", [(0, 7), (5, 9), (5, 400)])
+@pytest.mark.parametrize("gap", [(0, 7), (5, 9), (5, 400), (70, 75)])
 def test_a_token_whose_state_never_comes_is_not_there(tmp_path: Path, target: Path, gap: tuple[int, int],
-                                                      grown: bool) -> None:
+                                                      grown: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not in its place either: a key of zeros would take a share of what a block sees. What came before it stays, also
-    where no growth was asked for meanwhile."""
+    where no growth was asked for meanwhile and it is more than one forward reads."""
+    monkeypatch.setattr("slipstream.drafting.neural.PREFILL_ROWS", 32)
     config, (begin, end) = speculators_block_config(), gap
     of, straight = drafter(write_block_folder(tmp_path, config), target), written(config, True, target)
     tokens, states = [20 + i % 50 for i in range(end + 6)], states_of(end + 7, seed=8)

@@ -171,6 +171,23 @@ def test_a_long_text_is_read_between_two_commits(make: Make, kind: str, sessions
     assert all(grown)
 
 
+@pytest.mark.parametrize("kind", KINDS[2:])
+def test_a_text_that_is_only_followed_takes_no_more_than_a_window_of_states(make: Make, kind: str) -> None:
+    """A target may want no drafts for a while, or never."""
+    drafter = make({"drafter": kind}, WINDOWS[1], num_slots=200)
+    assert isinstance(drafter, NeuralDrafter)
+    population, size = Population(drafter, 0), 90
+    drafter.open([Open(1, np.array(population.text(size), np.int32), 1, Sampling())])
+    for start in range(0, size + 60, 10):
+        if start >= size:
+            drafter.commit([Commit(1, start, np.arange(10, dtype=np.int32))])
+        states = population.states(1, max(0, start - 1), 10)
+        assert states is not None
+        drafter.absorb([states])
+        assert drafter._contexts[1].num_inputs <= WINDOWS[1]
+    assert len(drafter.grow([1], [4])[0].ids) == 4
+
+
 @pytest.mark.parametrize("kind", KINDS[1:])
 def test_however_many_sessions_commit_at_once_all_draft(make: Make, kind: str) -> None:
     """One forward reads a bounded number of rows. Sessions beyond it drafted nothing, had more to read the next time,

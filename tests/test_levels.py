@@ -138,6 +138,8 @@ def test_a_population_of_sessions_notices_nothing(head: EagleHead, seed: int, dr
             if rng.random() < 0.7:
                 path = growth.tokens[: rng.randrange(3)].tolist() if len(growth.tokens) else []
                 both.commit(growth.session, [*path, rng.randrange(VOCAB)])
+                if rng.random() < 0.3:
+                    both.commit(growth.session, [rng.randrange(VOCAB)], with_states=rng.random() < 0.3)
     assert capture.replayed > 5, f"seed {seed}: nothing was tested"
     both.close()
 

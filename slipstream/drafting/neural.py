@@ -42,7 +42,7 @@ from slipstream.engine.kv import Indices, Slots
 from slipstream.engine.native.draft import Grown, Seed
 from slipstream.protocol.messages import FEATURE_DTYPES, Commit, Features, FeatureSpec, Growth, Open
 from slipstream.protocol.requests import Sampling
-from slipstream.protocol.tree import MAX_HELD, MAX_NODES
+from slipstream.protocol.tree import MAX_NODES
 
 
 class TreeBackend(Protocol):
@@ -132,8 +132,8 @@ def _drop_unknown(seeded: list[tuple[DraftContext, Seed]],
 
 def _can_grow_whole(backend: TreeBackend, context: DraftContext, levels: int, topk: int) -> bool:
     rows = context.num_pending
-    return (levels > 0 and context.ranks_raw_logits and not context.tree.begun and context.tree.num_sent < MAX_HELD - 1
-            and rows > 0 and context.first_pending + rows == len(context.tokens)
+    return (levels > 0 and context.ranks_raw_logits and not context.tree.begun and rows > 0
+            and context.first_pending + rows == len(context.tokens)
             and backend.supports(rows, levels - 1, topk, context.noise))
 
 
@@ -265,6 +265,7 @@ class NeuralDrafter:
             freed = context.add_states(message.start, rows)
             if len(freed):
                 self.slots.free(freed)
+            self._slide([context])  # a session that never grows holds no more than a window of states
 
     def _catch_up_fully(self, context: DraftContext) -> None:
         """Compute the pending rows, as far as there are slots: after a gap they could not be computed any more."""
@@ -275,15 +276,10 @@ class NeuralDrafter:
 
     def commit(self, commits: Sequence[Commit]) -> None:
         """Append committed tokens; the next tree begins at the new base."""
-        contexts = list[DraftContext]()
         for message in commits:
             context = self._contexts.get(message.session)
-            if context is None:
-                continue
-            self.slots.free(context.commit(self._embeddable(message.tokens)))
-            contexts.append(context)
-        # Here too, so that a session that never grows holds no more than a window of states.
-        self._slide(contexts)
+            if context is not None:
+                self.slots.free(context.commit(self._embeddable(message.tokens)))
 
     def close(self, ids: Sequence[int]) -> None:
         """Forget sessions and free their slots."""
