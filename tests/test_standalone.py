@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -268,20 +269,23 @@ def test_masks_are_filled_in_one_pass(tmp_path: Path, topk: int, steps: int, nod
     of.slots.check([])
 
 
-def created(folder: Path, topk: int, steps: int, nodes: int) -> NeuralDrafter:
-    section = DraftSection(drafter="standalone", model=str(folder), dtype="float64", growth=GrowthSection(
+def created(folder: Path, topk: int, steps: int, nodes: int, dtype: Literal["float64", "bfloat16"] = "float64"
+            ) -> NeuralDrafter:
+    section = DraftSection(drafter="standalone", model=str(folder), dtype=dtype, growth=GrowthSection(
         num_steps=steps, topk=topk, num_draft_tokens=nodes))
     of = create(section, ModelSection(path=str(folder)), 600)
     assert isinstance(of, NeuralDrafter)
     return of
 
 
-def test_many_sessions_with_masks_draft_as_each_alone(tmp_path: Path) -> None:
-    folder = write_tiny_model(tmp_path, pard_token=258)
-    together, texts = created(folder, 2, 3, 6), {n: list(range(n, 2 * n + 3)) for n in range(1, 12)}
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_many_sessions_with_masks_draft_as_each_alone(tmp_path: Path, dtype: Literal["float64", "bfloat16"]) -> None:
+    """On torch and on our kernels."""
+    folder = write_tiny_model(tmp_path, pard_token=258, hidden_size=64, intermediate_size=176, head_dim=32)
+    together, texts = created(folder, 2, 3, 6, dtype), {n: list(range(n, 2 * n + 3)) for n in range(1, 12)}
     together.open([opening(n, text) for n, text in texts.items()])
     for growth, (n, text) in zip(together.grow(list(texts), [6] * len(texts)), texts.items(), strict=True):
-        alone = created(folder, 2, 3, 6)
+        alone = created(folder, 2, 3, 6, dtype)
         alone.open([opening(n, text)])
         (expected,) = alone.grow([n], [6])
         assert growth.tokens.tolist() == expected.tokens.tolist() and len(growth.ids) == 6
