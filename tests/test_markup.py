@@ -124,6 +124,11 @@ SAID: dict[str, tuple[Style, str, Told]] = {
         Style(("<tool_call>", HUNYUAN)), "<tool_calls>\n<tool_call>now<tool_sep></tool_call>\n<tool_call>weather"
         "<tool_sep>\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n<arg_key>days</arg_key>\n<arg_value>2</arg_value>"
         "\n</tool_call>\n</tool_calls>", ("", "", [NOW, PARIS])),
+    "glm, no end": (HERMES, "<tool_call>weather<arg_key>city</arg_key><arg_value>Paris</arg_value>"
+                    "<arg_key>days</arg_key><arg_value>2</arg_value>", ("", "", [PARIS])),
+    "glm, a name": (HERMES, "So:<tool_call>now", ("", "So:", [NOW])),
+    "qwen's coders, no end": (HERMES, "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n"
+                              "<parameter=days>\n2\n</parameter>\n", ("", "", [PARIS])),
     "hunyuan, no calls": (Style(("<tool_call>", HUNYUAN)), "<tool_calls><tool_call>a b\n```json\n{}```</tool_call>"
                           "<tool_call>now```</tool_call><tool_call>now ``` not {}</tool_call></tool_calls>",
                           ("", "a b\n```json\n{}```now```now ``` not {}", [])),
@@ -314,6 +319,10 @@ def test_a_value_that_is_cut_off_stays_open() -> None:
     markup = Markup(HERMES, TOOLS)
     markup.push("<tool_call>weather<arg_key>city</arg_key><arg_value>What </tool_call> is, and", True, cut=True)
     assert not markup.calls_complete
+    for value, cut in (("Paris</arg_value>", True), ("Par", False)):
+        markup = Markup(HERMES, TOOLS)
+        markup.push(f"<tool_call>weather<arg_key>city</arg_key><arg_value>{value}", True, cut)
+        assert not markup.calls_complete, "the model did not say all of it"
 
 
 def test_a_call_in_reasoning_that_is_cut_off_does_not_count() -> None:

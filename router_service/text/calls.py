@@ -159,7 +159,7 @@ class CallParser:
             mark = mark.removeprefix(marks.padding)
             if mark == marks.value_end:
                 _, mark = yield from self._scanner.read_before(keys)
-        if mark:
+        if mark or not self._scanner.cut:  # some answers end here, as where a stop string is the mark
             self._add_arguments("}")
 
     def _value(self, marks: Pairs, keys: Words) -> Parser:
