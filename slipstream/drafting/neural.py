@@ -265,7 +265,8 @@ class NeuralDrafter:
             freed = context.add_states(message.start, rows)
             if len(freed):
                 self.slots.free(freed)
-            self._slide([context])  # a session that never grows holds no more than a window of states
+            if context.num_rows + self._growth.num_steps > context.window:  # also where the session never grows
+                self._slide([context])
 
     def _catch_up_fully(self, context: DraftContext) -> None:
         """Compute the pending rows, as far as there are slots: after a gap they could not be computed any more."""
