@@ -179,14 +179,16 @@ def test_the_other_alignment_gives_other_trees(tmp_path: Path, target: Path, lay
     assert found[0] != found[1]
 
 
-def test_few_candidates_are_shares_of_the_whole_vocabulary(tmp_path: Path, target: Path,
-                                                            monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slipstream.drafting.neural.CANDIDATES", 6)
+@pytest.mark.parametrize("candidates", [6, VOCAB])
+def test_candidates_are_shares_of_the_whole_vocabulary(tmp_path: Path, target: Path, candidates: int,
+                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    """Be they few or all: their shares may then add up to a little more than one."""
+    monkeypatch.setattr("slipstream.drafting.neural.CANDIDATES", candidates)
     config = speculators_block_config()
     of, straight = drafter(write_block_folder(tmp_path, config), target), written(config, True, target)
     tokens, states = list(range(60, 70)), states_of(9, seed=5)
     opened(of, 1, tokens, states)
-    children = partial(straight.children, tokens=tokens, states=states, topk=3, candidates=6)
+    children = partial(straight.children, tokens=tokens, states=states, topk=3, candidates=candidates)
     assert_same(grow(of), best_paths(children, 3, 4, 12))
 
 
@@ -230,6 +232,18 @@ def test_sampled_trees_begin_with_what_the_shared_noise_chooses(tmp_path: Path, 
             key = row_keys([77], [len(tokens) + len(path)], torch.device("cpu"))
             wanted = logits / temperature + noise(key, torch.arange(VOCAB)[None])[0]
             assert children[0] == int(wanted.argmax()), path  # nodes come best first
+
+
+def test_a_temperature_near_zero_draws_what_greed_takes(tmp_path: Path, target: Path) -> None:
+    """The token before a slot counts there as it does in the target: it counted for less below a thousandth."""
+    folder, chains = write_block_folder(tmp_path, speculators_block_config()), list[list[list[int]]]()
+    for temperature in (0.0, 1e-5):
+        of, sampling = drafter(folder, target, topk=1, num_draft_tokens=4), Sampling(temperature=temperature, seed=3)
+        chains.append([])
+        for seed in range(6):
+            opened(of, 1, list(range(seed, seed + 10)), states_of(9, seed), sampling)
+            chains[-1].append(grow(of).tokens.tolist())
+    assert chains[0] == chains[1] and {*map(len, chains[0])} == {4}
 
 
 @pytest.mark.parametrize("layers", [{}, sliding(True, True)], ids=["full", "sliding"])

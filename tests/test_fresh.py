@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from slipstream.drafting.fresh import FreshTrees
+from slipstream.drafting.neural import adopt_levels
 from slipstream.drafting.tree import GrowingTree
+from slipstream.engine.native.draft import Grown
 
 
 def one_by_one(tokens: list[np.ndarray], scores: list[np.ndarray], place: int, width: int, levels: int) -> GrowingTree:
@@ -45,3 +48,26 @@ def test_arrays_grow_what_lists_grow(width: int, levels: int, equals: bool) -> N
 def test_a_score_that_is_no_number_is_told() -> None:
     fresh, scores = FreshTrees(3, 2), np.array([[[-1.0, -2.0]], [[-1.0, -np.inf]], [[np.nan, -2.0]]])
     assert fresh.expand(np.zeros((3, 1, 2), np.int64), scores).tolist() == [True, False, False]
+
+
+@pytest.mark.parametrize("bad", [1, 2, 3])
+def test_what_is_adopted_at_once_is_what_is_adopted_one_by_one(bad: int) -> None:
+    """Also where a child of level ``bad`` has no score: arrays would keep it."""
+    dice, (count, topk, levels) = np.random.default_rng(bad), (5, 3, 3)
+    rows = 1 + levels * topk
+    scores = -np.sort(dice.exponential(size=(count, rows, topk)), axis=2)
+    scores[dice.integers(count), bad * topk, topk - 1] = np.nan
+    tokens, picks = dice.integers(0, 999, (count, rows, topk)), np.full((count, levels, topk), -1)
+    for place in range(count):
+        tree = GrowingTree(10, topk)
+        tree.expand([(tokens[place, 0].tolist(), scores[place, 0].tolist())])
+        for level in range(levels):
+            picks[place, level, : len(tree.picks)] = tree.picks
+            children = slice(1 + level * topk, 1 + level * topk + len(tree.picks))
+            tree.expand([*zip(tokens[place, children].tolist(), scores[place, children].tolist(), strict=True)])
+    grown = Grown(tokens, scores, picks, torch.empty(count, rows, 1), np.full(count, 1 + levels))
+    trees, right = ([GrowingTree(10, topk) for _ in range(count)] for _ in range(2))
+    adopted = adopt_levels(trees, grown, [levels] * count, topk)
+    assert adopted == [adopt_levels([tree], grown.select([place]), [levels], topk)[0]
+                       for place, tree in enumerate(right)]
+    assert [*map(parts, trees)] == [*map(parts, right)]

@@ -135,6 +135,16 @@ def test_a_mapped_drafter_proposes_target_ids(tmp_path: Path, tiny_folder: Path)
     assert list(children(tiny_folder)) == torch.topk(logits, 3).indices.tolist()
 
 
+def test_a_sampled_session_on_our_kernels_draws_from_the_map(tmp_path: Path) -> None:
+    """The kernels' own way to draw takes a column's number for its token."""
+    folder = write_tiny_model(tmp_path / "draft", hidden_size=64, intermediate_size=176, head_dim=32)
+    mapped = section(folder, "standalone", str(as_json(tmp_path, list(range(100, 140)))))
+    drafter = create(mapped.model_copy(update={"dtype": "bfloat16"}), ModelSection(), 64)
+    drafter.open([Open(1, np.array(list(b"the cat"), np.int32), 7, Sampling(temperature=1.0, seed=3))])
+    (growth,) = drafter.grow([1], [6])
+    assert len(growth.tokens) == 6 and set(growth.tokens.tolist()) <= set(range(100, 140))
+
+
 def first_logits(folder: Path) -> Tensor:
     model, config = load_model(folder, ModelSection(dtype="float64")), ModelConfig.from_folder(folder)
     pool = KVPool(config.num_layers, 8, config.num_kv_heads, config.head_dim, torch.float64)

@@ -135,17 +135,14 @@ class BlockPass:
         shape = (len(temperatures), self.reach, len(candidates[0][0]))
         self._tokens = torch.tensor([tokens for tokens, _ in candidates]).view(shape)
         self._scores = torch.tensor([scores for _, scores in candidates], dtype=torch.float64).view(shape)
-        greedy = torch.tensor(temperatures)[:, None] == 0
-        # With noise the probability of the other tokens is unknown: scores are then shares of the candidates only.
-        self._other_mass = torch.where(greedy, (1 - self._scores.exp().sum(-1)).clamp(min=0), 0.0)  # [R, reach]
+        self._other_mass = (1 - self._scores.exp().sum(-1)).clamp(min=0)  # [R, reach]
         self._w2_rows: dict[tuple[int, int], torch.Tensor] = {}  # (row, depth) -> W2 rows of that slot's candidates
 
     def children(self, nodes: Sequence[BlockNode], topk: int) -> tuple[list[Children], torch.Tensor | None]:
         """The ``topk`` best children of each node, best first, and the nodes' rnn states [N, r] (None: no rnn head)."""
         if self._markov is not None:
             return self._ranked(self._markov, nodes, topk)
-        slots = (self._candidates[node.row * self.reach + node.depth] for node in nodes)
-        return [(tokens[:topk], scores[:topk]) for tokens, scores in slots], None
+        return [self._candidates[node.row * self.reach + node.depth] for node in nodes], None
 
     @torch.inference_mode()
     def _ranked(self, markov: MarkovHead, nodes: Sequence[BlockNode],
@@ -158,8 +155,8 @@ class BlockPass:
             self._states[rows.to(device), depths.to(device)], torch.stack(parents) if parents else None)
         tokens, scores = self._tokens[rows, depths], self._scores[rows, depths]
         if bias is not None:
-            by_node = [self._temperatures[node.row] for node in nodes]
-            temperatures = torch.tensor([max(temperature, 1e-3) if temperature else 1.0 for temperature in by_node])
+            by_node = [self._temperatures[node.row] or 1.0 for node in nodes]
+            temperatures = torch.tensor(by_node, dtype=torch.float64)
             scores = scores + self._bias_scores(markov, nodes, bias).to("cpu", torch.float64) / temperatures[:, None]
         scores = scores - torch.logaddexp(scores.logsumexp(-1), self._other_mass[rows, depths].log())[:, None]
         if log_confidence is not None:
