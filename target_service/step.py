@@ -129,7 +129,7 @@ def schedule(running: abc.Sequence[SequenceInfo], waiting: abc.Sequence[Sequence
     if len(ready) + min(num_prefill, 1) > limits.max_step_rows:
         ready = sorted(ready, key=lambda info: -info.num_missed)
         ready = ready[: limits.max_step_rows - min(num_prefill, limits.max_step_rows // 2)]
-    verify = _allot_rows(ready, rows, rows - min(num_prefill, limits.prefill_chunk))
+    verify = _allot_rows(ready, rows - min(num_prefill, limits.prefill_chunk))
     slots_left -= sum(rows for _, rows in verify)
     rows_left = limits.max_step_rows - sum(rows for _, rows in verify)
     prefill: list[tuple[int, int]] = []
@@ -160,17 +160,16 @@ def should_hold(ready_rows: int, coming_rows: int, hold_s: float, cost: Callable
     return hold_s + cost(ready_rows + coming_rows) < cost(ready_rows) + cost(coming_rows)
 
 
-def _allot_rows(ready: abc.Sequence[SequenceInfo], rows: int, max_rows: int) -> list[tuple[int, int]]:
+def _allot_rows(ready: abc.Sequence[SequenceInfo], max_rows: int) -> list[tuple[int, int]]:
     # One row each first; the rest of ``max_rows`` rows goes to trees in equal parts: the first tokens of a tree gain
     # most, and whoever waited for a tree and verified nothing of it would believe that drafts do not pay.
-    served = ready[:rows]
-    spare, extras = max(0, max_rows - len(served)), [info.num_nodes - 1 for info in served]
+    spare, extras = max(0, max_rows - len(ready)), [info.num_nodes - 1 for info in ready]
     if sum(extras) > spare:
         smallest_first = sorted(range(len(extras)), key=lambda place: (extras[place], -place))
         for num_done, place in enumerate(smallest_first):
             extras[place] = min(extras[place], spare // (len(extras) - num_done))
             spare -= extras[place]
-    return [(info.key, 1 + extra) for info, extra in zip(served, extras, strict=True)]
+    return [(info.key, 1 + extra) for info, extra in zip(ready, extras, strict=True)]
 
 
 def _select_admitted(waiting: abc.Sequence[SequenceInfo], num_running: int, slots_left: int,

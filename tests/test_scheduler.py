@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
 
-from target_service.step import Limits, Schedule, SequenceInfo, schedule
+from target_service.sequence import Sequence
+from target_service.step import Limits, Queues, Schedule, SequenceInfo, schedule
 
 LIMITS = Limits(max_running=6, max_step_rows=40, prefill_chunk=16)
 SLOTS = 120
@@ -123,6 +126,8 @@ def test_trees_leave_a_prompt_its_rows_and_slots() -> None:
     running = [SequenceInfo(1, 0, 5000, 1, False), *(SequenceInfo(key, 0, 0, 64, False) for key in range(2, 10))]
     full = schedule(running, [], 20_000, Limits(64, 512, 256))
     assert full.prefill == ((1, 256),) and sum(rows for _, rows in full.verify) == 256
+    short_prompt = [SequenceInfo(1, 0, 3, 0, False), SequenceInfo(2, 0, 0, 64, False)]
+    assert schedule(short_prompt, [], 100, LIMITS).verify == ((2, 37),), "no more than it has left"
     short = schedule(running, [], 136, Limits(64, 512, 256))
     assert short.prefill == ((1, 128),) and {rows for _, rows in short.verify} == {1}
 
@@ -147,6 +152,23 @@ def test_with_no_slot_left_the_youngest_makes_place_for_the_oldest() -> None:
     running = [SequenceInfo(1, 10, 0, 4, False), SequenceInfo(2, 10, 0, 4, False)]
     plan = schedule(running, [SequenceInfo(3, 0, 4, 1, False)], 0, LIMITS)
     assert plan.put_back == (2,) and dict(plan.verify) == {1: 4} and not plan.admit
+    plan = schedule([SequenceInfo(1, 10, 0, 64, False), SequenceInfo(2, 90, 50, 1, False)], [], 0, LIMITS)
+    assert plan.put_back == (2,) and plan.verify == ((1, 40),), "whose prompt needs no rows now"
+    alike = [SequenceInfo(1, 10, 0, 1, False), *(SequenceInfo(key, 0, 0, 1, False) for key in (2, 3))]
+    plan = schedule(alike, [], 0, LIMITS)
+    assert plan.put_back == (3, 2) and plan.verify == ((1, 1),), "what they share is counted for neither, and is free"
+
+
+def test_who_was_put_back_comes_before_those_behind_it() -> None:
+    queues = Queues()
+    first, second, third = (cast(Sequence, SimpleNamespace(number=number)) for number in range(3))
+    queues.running += first, second
+    queues.waiting.append(third)
+    assert queues.put_back(1) is second and [*queues.waiting] == [second, third]
+    queues.put_back(0)
+    for number in (1, 2, 0):
+        queues.admit(number)
+    assert queues.running == [first, second, third] and not queues.waiting
 
 
 def test_of_prompts_that_hold_all_slots_the_youngest_makes_place() -> None:
@@ -167,7 +189,8 @@ def test_whoever_is_admitted_leaves_others_room_to_grow() -> None:
 
 
 def test_a_row_that_is_scored_takes_the_place_of_two() -> None:
-    assert schedule([SequenceInfo(1, 0, 50, 1, False, needs_scoring=True)], [], SLOTS, LIMITS).prefill == ((1, 8),)
+    prompts = [SequenceInfo(key, 0, 50, 1, False, needs_scoring=True) for key in (1, 2, 3)]
+    assert schedule(prompts, [], 20, LIMITS).prefill == ((1, 8), (2, 8), (3, 4)), "rows, not slots"
 
 
 def test_a_prompt_that_is_scored_ends_beside_trees_that_would_fill_each_step() -> None:

@@ -177,6 +177,28 @@ def test_answers_that_grow_beyond_the_slots_are_not_put_back_again_and_again(tin
     assert all(said(pieces) for pieces in told)
 
 
+def test_where_slots_run_out_one_answer_makes_place_for_the_others(tiny_folder: Path) -> None:
+    worker, told = target(tiny_folder, slots=120, prefix_cache=False), [Told() for _ in range(3)]
+    for number, pieces in enumerate(told):
+        request = Request(str(number), range(number, number + 20), Sampling(), 57, speculate=False)
+        worker.add_request(number, request, pieces.append)
+    worker.poll()
+    while worker.num_running == 3:
+        assert not worker.poll()
+    assert worker.num_running == 2, "its slots are more than enough"
+    finished(worker)
+
+
+def test_an_answer_that_soon_ends_needs_no_more_room_to_grow(tiny_folder: Path) -> None:
+    worker = target(tiny_folder, slots=120, prefix_cache=False)
+    worker.add_request(1, Request("1", LONG[:30], Sampling(), 3), Told().append)
+    worker.poll()
+    worker.add_request(2, Request("2", LONG[:80], Sampling(), 3), Told().append)
+    worker.poll()
+    assert worker.num_running == 2
+    finished(worker)
+
+
 def test_who_waits_for_a_prompt_holds_nobody_up(tiny_folder: Path) -> None:
     worker = target(tiny_folder, limits=Limits(2, 64, 16))
     alike: list[Told] = [Told() for _ in range(5)]

@@ -274,9 +274,9 @@ def test_a_drafter_hears_at_once_that_an_answer_was_left(tiny_folder: Path) -> N
 
 
 def test_of_answers_that_wait_for_growth_the_first_goes_on_at_its_own_time(tiny_folder: Path) -> None:
-    heard, now_s = Heard(), [100.0]
+    heard, now_s, told = Heard(), [100.0], list[Piece | Exception]()
     policy = PolicySection(always=True, deadline_max_s=1.0)
-    worker = plain_worker(tiny_folder, [], tokens=9, clock=lambda: now_s[0], policy=policy)
+    worker = plain_worker(tiny_folder, told, tokens=9, clock=lambda: now_s[0], policy=policy)
     worker.following.link_up(heard, HELLO)
     assert worker.poll() == 0.0
     now_s[0] += 0.4
@@ -285,6 +285,16 @@ def test_of_answers_that_wait_for_growth_the_first_goes_on_at_its_own_time(tiny_
     assert worker.poll() == pytest.approx(0.6)
     now_s[0] += 0.7
     assert worker.poll() == 0.0, "it goes on alone"
+    worker.poll()
+    assert [piece.wait_s for piece in told if isinstance(piece, Piece)] == [0.0, pytest.approx(1.0)]
+
+
+def test_no_answer_waits_for_a_drafter_before_its_first_token(tiny_folder: Path) -> None:
+    worker = plain_worker(tiny_folder, [], policy=PolicySection(always=True, deadline_max_s=1.0))
+    worker.following.link_up(Heard(), HELLO)
+    worker.add_request(2, Request("two", (7,), Sampling(), 9), [].append)
+    worker.poll()
+    assert worker.following.sessions[2].side.num_output == 1
 
 
 def test_a_step_is_held_for_growth_that_is_due_but_not_a_prompt(tiny_folder: Path) -> None:
@@ -483,6 +493,21 @@ def test_no_draft_reaches_beyond_the_positions_that_a_model_has() -> None:
     assert [piece for piece in told if isinstance(piece, Exception)] == []
     assert sum(len(piece.tokens) for piece in told if isinstance(piece, Piece)) == 10
     assert any(piece.drafted for piece in told if isinstance(piece, Piece))
+
+
+def test_trees_become_smaller_when_memory_runs_out_and_then_there_are_none(tiny_folder: Path) -> None:
+    told, link = list[Piece | Exception](), Deep()
+    worker = plain_worker(tiny_folder, told, tokens=200, policy=PolicySection(always=True, deadline_max_s=1.0))
+    link.worker = worker
+    worker.following.link_up(link, HELLO)
+    most = list[int]()
+    for _ in range(3):
+        told.clear()
+        while len(told) < 5:
+            worker.poll()
+        most.append(max(piece.drafted for piece in told[2:] if isinstance(piece, Piece)))
+        assert worker.shedding.step_failed(500)
+    assert most == [12, 6, 0]
 
 
 def open_pipes() -> set[str]:
