@@ -77,7 +77,6 @@ class SequenceInfo(NamedTuple):
 STEP_ROWS = {"cpu": 512, "cuda": 1024}
 
 
-MAX_EXAMINED = 256  # waiting answers that one step looks at
 ROOM_TO_GROW = 16  # tokens of each running answer: one admitted in their place would soon be put back, again and again
 SCORED_ROW_COST = 2  # a scored row counts as so many rows: the head may cost as much as all layers before it
 
@@ -257,11 +256,10 @@ class Queues:
     def _admissible(self, sequences: abc.Sequence[Sequence], num_places: int, kv: KV) -> list[SequenceInfo]:
         """The first ``num_places`` of ``sequences`` whose next tokens no other answer is computing. It stops at an
         answer without enough slots, because none may pass it and the queue may be long."""
-        computing = ({sequence.prefix_key(sequence.num_computed) for sequence in self.running if sequence.prefilling}
-                     if kv.has_prefix_cache else set())
+        computing = {sequence.prefix_key(sequence.num_computed) for sequence in self.running}
         admissible, free_slots, num_known, num_in_use = list[SequenceInfo](), kv.num_free, 0, 0
         prefix_key: PrefixKey | None = None
-        for sequence in sequences[:MAX_EXAMINED]:
+        for sequence in sequences:
             # Answers with the same beginning (samples of one prompt) have as much in the prefix cache.
             if prefix_key is None or sequence.prefix_key(num_known) != prefix_key:
                 num_known, num_in_use = kv.cached_prefix(sequence)

@@ -161,6 +161,8 @@ def test_answers_that_share_their_prompt_are_put_back_and_come_again(tiny_folder
     assert not re.search(r"preemptions_total\{.*\} 0\.0", page), "the slots sufficed, so nothing was tested"
     wanted = alone(tiny_folder, LONG, 40)
     assert all(said(pieces) == wanted for pieces in told)
+    cached = [[piece.cached_tokens for piece in pieces if isinstance(piece, Piece)] for pieces in told]
+    assert not any(any(counts[1:]) for counts in cached), "what it computed itself was not cached"
 
 
 def test_answers_that_grow_beyond_the_slots_are_not_put_back_again_and_again(tiny_folder: Path) -> None:
@@ -186,6 +188,19 @@ def test_where_slots_run_out_one_answer_makes_place_for_the_others(tiny_folder: 
     while worker.num_running == 3:
         assert not worker.poll()
     assert worker.num_running == 2, "its slots are more than enough"
+    finished(worker)
+
+
+def test_what_is_cached_takes_room_from_those_who_run(tiny_folder: Path) -> None:
+    """Slots that the cache would give up are free until somebody uses what is in them."""
+    worker = target(tiny_folder, slots=120)
+    worker.add_request(1, Request("1", LONG[:81], Sampling(), 1), Told().append)
+    finished(worker)
+    worker.add_request(2, Request("2", LONG[100:131], Sampling(), 20), Told().append)
+    worker.poll()
+    worker.add_request(3, Request("3", LONG[:81], Sampling(), 3), Told().append)
+    worker.poll()
+    assert (worker.num_running, worker.num_waiting) == (1, 1)
     finished(worker)
 
 

@@ -84,10 +84,10 @@ def test_the_drafter_hears_of_a_commit_before_the_client(tiny_folder: Path) -> N
 
 
 def plain_worker(folder: Path, told: list[Piece | Exception], metrics: TargetMetrics | None = None,
-                 tokens: int = 3, clock: Callable[[], float] = time.monotonic,
-                 spans: Spans | None = None, **settings: Any) -> TargetWorker:
-    worker = TargetWorker(ModelRunner(load_model(folder, ModelSection(dtype="float64")), 512),
-                          TargetSection(slots=512, **settings), StepCosts({1: 1e-3, 64: 2e-3}),
+                 tokens: int = 3, clock: Callable[[], float] = time.monotonic, spans: Spans | None = None,
+                 slots: int = 512, **settings: Any) -> TargetWorker:
+    worker = TargetWorker(ModelRunner(load_model(folder, ModelSection(dtype="float64")), slots),
+                          TargetSection(slots=slots, **settings), StepCosts({1: 1e-3, 64: 2e-3}),
                           metrics or TargetMetrics("tiny"), deliver, clock, spans=spans)
     worker.add_request(1, Request("one", (1, 2, 3), Sampling(), tokens), told.append)
     return worker
@@ -271,6 +271,29 @@ def test_a_drafter_hears_at_once_that_an_answer_was_left(tiny_folder: Path) -> N
     worker.cancel(1)
     worker.poll()
     assert heard.log[-1] == "Close"
+
+
+def test_drafters_follow_only_who_runs(tiny_folder: Path) -> None:
+    """A draft's places are few: who is put back gives its own up."""
+    followed, seen, metrics = set[int](), set[int](), TargetMetrics("tiny")
+
+    class Link(Heard):
+        def send(self, items: Sequence[DraftBound]) -> None:
+            followed.update(item.session for item in items if isinstance(item, Open))
+            followed.difference_update([item.session for item in items if isinstance(item, Close)])
+
+    policy = PolicySection(always=True, deadline_max_s=1e-3)
+    worker = plain_worker(tiny_folder, [], metrics, tokens=57, slots=120, policy=policy, prompt_lookup=False)
+    worker.following.link_up(Link(), HELLO)
+    for number in (2, 3):
+        worker.add_request(number, Request(str(number), range(number, 20), Sampling(), 57), [].append)
+    while worker.num_open:
+        worker.poll()
+        worker.following.flush()
+        assert followed <= {sequence.number for sequence in worker._queues.running}
+        seen |= followed
+    assert seen == {1, 2, 3}
+    assert not re.search(r"preemptions_total\{.*\} 0\.0", metrics.registry.page("")[1].decode())
 
 
 def test_of_answers_that_wait_for_growth_the_first_goes_on_at_its_own_time(tiny_folder: Path) -> None:
