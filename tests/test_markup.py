@@ -386,6 +386,8 @@ def test_beside_a_call_that_a_grammar_wrote_other_json_is_content_at_once(text: 
                           "{'a': '\\ud800'}": "{'a': '\\ud800'}", f"{{'a': {'[' * 128}": f"{{'a': {'[' * 128}",
                           f"{{'a': {'-' * 8000}1}}": f"{{'a': {'-' * 8000}1}}"}),
     ({"type": ["array", "null"]}, {"['a', 'b']": ["a", "b"], "{'a': 1}": "{'a': 1}", "None": None}),
+    # What is long, or nested deep, is not read as Python.
+    ({"type": "array"}, {text: text for text in ("['a'" + ", 'a'" * 2000 + "]", "[" * 129 + "'a'" + "]" * 129)}),
     # As GLM may write a list of objects.
     ({"type": "array"}, {'[{\\"a\\": \\"b\\\\n\\"}]': [{"a": "b\n"}], '"[1]"': [1], '"x"': '"x"',
                          '{\\"a\\": 1}': '{\\"a\\": 1}'}),
