@@ -560,7 +560,7 @@ class Run:
         for tally in (completion.tally for completion in self.completions):
             metrics.answered(tally.tokens, tally.drafted, tally.accepted, self.mode)
             if metrics.for_vllm is not None:
-                metrics.for_vllm.answered(tally.drafted_rounds, tally.drafted, tally.accepted, tally.reached)
+                metrics.for_vllm.answered(tally.reached.total(), tally.drafted, tally.accepted, tally.reached)
         if self._failed:
             return
         complete = (len(self.completions) == self.job.num_answers

@@ -319,8 +319,7 @@ class Tally:
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
-    drafted_rounds: int = 0  # rounds that verified draft nodes
-    reached: Counter[int] = field(default_factory=Counter)  # number of accepted nodes -> how many of these rounds
+    reached: Counter[int] = field(default_factory=Counter)  # accepted nodes -> how many rounds that verified some
     cached_tokens: int = 0
     lossy: bool = False
     first_state: State | None = None
@@ -415,7 +414,6 @@ class Completion:
         tally.lossy = tally.lossy or piece.lossy
         if piece.drafted:
             tally.drafted += piece.drafted
-            tally.drafted_rounds += 1
             tally.reached[piece.accepted] += 1
         for i, token in enumerate(piece.tokens):
             last = piece.finish == "stop" and i == len(piece.tokens) - 1
