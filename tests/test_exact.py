@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,12 @@ import torch
 
 from slipstream.base.config import DraftSection, GrowthSection, ModelSection, Quantize
 from slipstream.base.errors import ModelError
-from slipstream.drafting import create
+from slipstream.drafting import Drafter, create
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
 from slipstream.engine.kv import KVPool
 from slipstream.engine.loading import check_exact, load_model, passes_trial
 from slipstream.engine.model import CausalModel
+from slipstream.engine.native.program import NativeHead
 from slipstream.engine.runner import ModelRunner
 from slipstream.protocol.requests import Piece, Request, Sampling
 from slipstream.protocol.tree import DraftTree
@@ -102,10 +104,16 @@ def test_neighbours_do_not_matter(runner: ModelRunner) -> None:
     assert torch.equal(runner.forward(builder.build()), torch.cat(alone))
 
 
-@pytest.mark.parametrize("quantize", ["none", "int8"])
-async def test_answers_equal_plain_ones(folder: Path, tmp_path: Path, quantize: Quantize) -> None:
-    section = DraftSection(drafter="standalone", model=str(write_tiny_model(tmp_path, noise=0.1, **SHAPE)),
+def standalone(target_folder: Path, folder: Path, quantize: Quantize = "none") -> Drafter:
+    section = DraftSection(drafter="standalone", model=str(write_tiny_model(folder, noise=0.1, **SHAPE)),
                            quantize=quantize, growth=GrowthSection(num_steps=4, topk=3, num_draft_tokens=12))
+    return create(section, ModelSection(path=str(target_folder), dtype="bfloat16"))
+
+
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+async def test_answers_equal_plain_ones(folder: Path, tmp_path: Path, quantize: Quantize,
+                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NativeHead, "_passes_trial", lambda self, screen: True)  # as where there are many tokens
     asked = [Request(str(seed), tuple(TEXT[: 30 + seed]), Sampling(temperature=seed / 4, seed=seed), 60)
              for seed in range(4)]
 
@@ -114,11 +122,21 @@ async def test_answers_equal_plain_ones(folder: Path, tmp_path: Path, quantize: 
 
     async with target(folder, dtype="bfloat16", exact=True, quantize=quantize) as rig:
         plain = [tokens(await rig.answer(request)) for request in asked]
-        async with (drafting(create(section, ModelSection(path=str(folder), dtype="bfloat16"))) as peers,
-                    local_link(rig, peers)):
+        async with drafting(standalone(folder, tmp_path, quantize)) as peers, local_link(rig, peers):
             pieces = [await rig.answer(request) for request in asked]
+        scored = [tokens(await rig.answer(replace(request, top_logprobs=0))) for request in asked]
     assert [tokens(answer) for answer in pieces] == plain
+    assert scored == plain, "tokens that the model's own call chose are those chosen from its logits"
     assert sum(piece.accepted for answer in pieces for piece in answer) > 20
+
+
+async def test_thresholds_look_at_all_logits_where_the_models_call_could_choose(
+        folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NativeHead, "_passes_trial", lambda self, screen: True)
+    async with (target(folder, dtype="bfloat16", exact=True, accept_threshold_single=0.1) as rig,
+                drafting(standalone(folder, tmp_path)) as peers, local_link(rig, peers)):
+        pieces = await rig.answer(Request("r", tuple(TEXT), Sampling(temperature=1.0, seed=3), 40))
+    assert any(piece.lossy for piece in pieces)
 
 
 def test_a_model_whose_rows_depend_on_their_company_fails_its_trial(folder: Path) -> None:

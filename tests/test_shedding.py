@@ -220,7 +220,7 @@ def test_a_projection_that_finds_no_memory_leaves_all_as_it_was(tiny_folder: Pat
 
 
 def test_levels_go_up_one_by_one_and_come_back_one_by_one() -> None:
-    now = [0.0]
+    now = [100.0]
     shedding = Shedding(LIMITS, lambda: now[0], TargetMetrics("tiny"))
     seen = [(shedding.limit_nodes(17), shedding.limits())]
     for level, rows in enumerate((400, 200, 100), start=1):
