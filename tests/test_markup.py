@@ -54,6 +54,8 @@ SAID: dict[str, tuple[Style, str, Told]] = {
                                 ("", "", [PARIS])),
     "hermes, arguments as a text": (
         HERMES, f'<tool_call>{{"name": "weather", "arguments": {json.dumps(JSON)}}}</tool_call>', ("", "", [PARIS])),
+    "hermes, a brace and a comma more": (
+        HERMES, '<tool_call>{"name": "now", "arguments": {}}},</tool_call>So}.', ("", "So}.", [NOW])),
     "hermes, none": (HERMES, '<tool_call>{"name": "now"}</tool_call>', ("", "", [NOW])),
     "hermes, null": (HERMES, '<tool_call>{"name": "now", "arguments": null}</tool_call>', ("", "", [NOW])),
     "hermes, an empty text": (HERMES, '<tool_call>{"name": "now", "arguments": ""}</tool_call>', ("", "", [NOW])),

@@ -103,7 +103,7 @@ class CallParser:
             self._scanner.unread = mark + self._scanner.unread
             yield from self._fenced(name, closer) if mark == FENCE else self._pairs(replace(GLM, end=closer), name)
             return
-        yield from self._scanner.skip_mark(closer)
+        yield from self._scanner.skip_mark(closer, ",}]")  # small models close too much
 
     def _fenced(self, name: str, closer: str) -> Parser:
         """The arguments of a call of ``name`` as JSON in a fence."""

@@ -193,9 +193,9 @@ class Scanner:
                 return True
             yield
 
-    def skip_mark(self, mark: str) -> Parser:
-        """Skip blanks, and ``mark`` if it comes next, also one that the answer's end cuts."""
-        yield from self.skip_blanks()
+    def skip_mark(self, mark: str, also: str = "") -> Parser:
+        """Skip blanks (and ``also``), and ``mark`` if it comes next, also one that the answer's end cuts."""
+        yield from self.skip_blanks(also)
         if (yield from self.starts_with(mark)):
             self.unread = self.unread[len(mark):]
         elif mark.startswith(self.unread):  # cut within it
