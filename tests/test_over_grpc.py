@@ -79,6 +79,7 @@ async def test_each_token_that_was_said_is_told(tiny_folder: Path, stop: tuple[s
     async with routing(tiny_folder, target) as r, client_of(r) as client:
         deltas = await told(client, "hello", stop=stop, max_tokens=40)
     assert "".join(delta.text for delta in deltas) == text and deltas[-1].usage is not None
+    assert not any(delta.usage or delta.finish for delta in deltas[:-1])
     assert [token.id for delta in deltas for token in delta.tokens] == ids
     assert deltas[-1].usage.completion_tokens == len(ids)
 
