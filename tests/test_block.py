@@ -192,8 +192,10 @@ def test_candidates_are_shares_of_the_whole_vocabulary(tmp_path: Path, target: P
     assert_same(grow(of), best_paths(children, 3, 4, 12))
 
 
-def test_sessions_together_draft_as_each_alone(tmp_path: Path, target: Path) -> None:
-    folder = write_block_folder(tmp_path, speculators_block_config(markov_head_type="rnn"))
+@pytest.mark.parametrize("config", [speculators_block_config(markov_head_type="rnn"), zlab_config()],
+                         ids=["rnn", "dflash"])
+def test_sessions_together_draft_as_each_alone(tmp_path: Path, target: Path, config: dict[str, Any]) -> None:
+    folder = write_block_folder(tmp_path, config)
     texts = {session: (list(range(session, session + length)), states_of(length - 1, session))
              for session, length in enumerate((9, 30, 2, 31, 12, 64, 3, 20, 7, 8, 9), 1)}
     kinds = [Sampling(), Sampling(temperature=0.8, seed=1), Sampling(temperature=0.7, top_k=5, seed=2),
@@ -208,7 +210,7 @@ def test_sessions_together_draft_as_each_alone(tmp_path: Path, target: Path) -> 
         alone = drafter(folder, target)
         opened(alone, session, tokens, states, samplings[session])
         (expected,) = alone.grow([session], [12])
-        assert growth.tokens.tolist() == expected.tokens.tolist() and len(growth.ids) > 3
+        assert growth.tokens.tolist() == expected.tokens.tolist() and len(growth.ids) >= 3
         assert growth.scores.tolist() == pytest.approx(expected.scores.tolist(), abs=1e-6)
     together.close(list(texts))
     together.slots.check([])

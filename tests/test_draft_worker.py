@@ -165,8 +165,12 @@ class Bench:
 
     @property
     def open_sessions(self) -> float:
-        lines = self.worker.metrics.registry.page("")[1].decode().splitlines()
-        return next(float(line.split()[-1]) for line in lines if line.startswith("slipstream_sessions_open{"))
+        return next(float(line.split()[-1]) for line in self.metrics_lines
+                    if line.startswith("slipstream_sessions_open{"))
+
+    @property
+    def metrics_lines(self) -> list[str]:
+        return self.worker.metrics.registry.page("")[1].decode().splitlines()
 
     def deliver(self, *items: DraftBound, peer: Listener | None = None,
                 faults: Sequence[tuple[int, RemoteProtocolError]] = ()) -> list[TargetBound]:
@@ -277,6 +281,37 @@ def test_a_new_session_has_a_whole_tree_though_an_older_one_grows_ahead() -> Non
         worker.received(peer, told, ())
         worker.turn(block=False)
     assert asked == [(1, 0), (2, 0)]
+
+
+def test_what_stays_below_a_commit_takes_nothing_of_what_is_wanted() -> None:
+    """The target chooses among all of them, and the new ones are drafted from more of the text."""
+    bench, text = Bench(), np.random.default_rng(0).integers(2, size=400, dtype=np.int32)
+    (growth,) = bench.deliver(Open(1, text, len(text), Sampling(), 8))
+    assert isinstance(growth, Growth) and len(growth.ids) == 8
+    (growth,) = bench.deliver(commit(400, int(growth.tokens[0])))
+    assert isinstance(growth, Growth) and len(growth.ids) == 8
+
+
+def test_nothing_found_ahead_is_not_said() -> None:
+    worker, peer = DraftWorker(NgramDrafter(8), "hash", 30.0, clock=lambda: 100.0, run_ahead=900), Listener()
+    worker.received(peer, [replace(opened(), ahead=True)], ())
+    turns = 0
+    while not turns or worker.wait_s is not None:
+        worker.turn(block=False)
+        turns += 1
+    assert 1 < len(peer.heard) < turns and all(isinstance(one, Growth) and len(one.ids) for one in peer.heard)
+
+
+def test_what_was_done_is_counted() -> None:
+    bench = Bench()
+    bench.deliver(opened())
+    bench.deliver(commit(10, 3), commit(11, 4), faults=[(9, RemoteProtocolError("base", "no"))])
+    bench.now_s += 31
+    bench.deliver()
+    lines = [line.split("{")[0] + " " + line.split()[-1] for line in bench.metrics_lines]
+    for line in ("session_expirations_total 1", "commits_total 2", "invalid_items_total 1", "draft_seconds_count 2",
+                 "grown_nodes_total 16"):
+        assert f"slipstream_{line}.0" in lines, line
 
 
 def test_nothing_to_propose_is_said() -> None:

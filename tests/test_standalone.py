@@ -125,13 +125,15 @@ def test_accepted_rows_are_not_computed_again(tiny_draft_folder: Path) -> None:
 
 def test_growth_ahead_is_kept_below_a_commit(tiny_draft_folder: Path) -> None:
     """A level at a time, deeper than one ancestor word reaches; what survives a commit is what the model would say."""
-    plain, of = Plain(tiny_draft_folder), drafter(tiny_draft_folder, 1500, topk=2, num_steps=3, num_draft_tokens=63)
+    plain, of = Plain(tiny_draft_folder), drafter(tiny_draft_folder, 1500, topk=2, num_steps=3, num_draft_tokens=8)
     tokens = list(range(30, 42))
     ledger = GrowthLedger(tokens)
     of.open([opening(1, tokens)])
     for turn in range(3):
         for _ in range(12):
+            free = of.slots.num_free
             ledger.take(of.grow([1], [40], 1)[0], 40, VOCAB)
+            assert free - of.slots.num_free <= 20, "a node is computed for each two that are sent"
             free = of.slots.num_free
         assert len(ledger.tree) > 140, "64 computed nodes have no more than 129 children and a root"
         for node in (3, len(ledger.tree) // 2, len(ledger.tree) - 1):
@@ -204,14 +206,35 @@ def test_a_long_session_slides(tiny_draft_folder: Path, length: int) -> None:
 
 def test_a_long_prompt_is_computed_in_chunks(tiny_draft_folder: Path) -> None:
     of = drafter(tiny_draft_folder, num_slots=2000)
-    of.open([opening(1, [n % VOCAB for n in range(1200)]), opening(2, range(8))])
+    of.open([opening(1, [n % VOCAB for n in range(1200)]), opening(2, range(40))])
     sizes = [[len(growth.ids) for growth in of.grow([1, 2], [4, 4])] for _ in range(3)]
     assert sizes[0] == [0, 4] and sizes[2][0] == 4
+
+
+def test_a_text_that_is_read_takes_no_more_than_a_window(tiny_draft_folder: Path) -> None:
+    """Nobody grows what lies before it, and in a pool of few slots others would have none."""
+    of = drafter(tiny_draft_folder, max_context=40)
+    of.open([opening(1, [n % VOCAB for n in range(300)])])
+    assert of.read([1]) == [] and of.slots.num_slots - of.slots.num_free <= 40
+    assert len(grow(of, 1, 4).ids) == 4
+
+
+def test_a_token_beyond_its_vocabulary_is_read_as_the_last_one(tiny_draft_folder: Path) -> None:
+    """Targets with more padding have some, and a client may write them into a prompt."""
+    found = []
+    for token in (VOCAB - 1, VOCAB, VOCAB + 500):
+        of = drafter(tiny_draft_folder)
+        of.open([opening(1, [1, token, 2])])
+        grow(of, 1, 1)
+        of.commit([commit(1, 3, [token])])
+        found.append(scored_paths(grow(of, 1, 4)))
+    assert found[0] == found[1] == found[2]
 
 
 def test_without_slots_nothing_grows_and_nothing_breaks(tiny_draft_folder: Path) -> None:
     of = drafter(tiny_draft_folder, num_slots=24)
     of.open([opening(1, range(20)), opening(2, range(20))])
+    assert of.read([1, 2]) == [2] and of.read([1, 2]) == [], "and nobody asks again and again"
     growths = {growth.session: len(growth.ids) for growth in of.grow([1, 2], [4, 4])}
     assert sorted(growths.values()) == [0, 4]
     fed = next(session for session, count in growths.items() if count)

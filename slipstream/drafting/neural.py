@@ -301,8 +301,7 @@ class NeuralDrafter:
     def read(self, ids: Sequence[int]) -> list[int]:
         """Compute pending rows, as many as one ``grow`` would. Returns the sessions that have more of them, if this
         call computed any. Raises DeviceFull."""
-        known = [self._contexts[session] for session in ids if session in self._contexts]
-        reading = [context for context in known if not context.tree.begun]
+        reading = [self._contexts[session] for session in ids if session in self._contexts]
         self._slide(reading)
         self._make_room(reading, 0)
         before = sum([context.num_pending for context in reading])
@@ -323,11 +322,11 @@ class NeuralDrafter:
 
     def _deepen(self, wanted: Sequence[tuple[DraftContext, int]], steps: int) -> None:
         for context, budget in wanted:
-            context.tree.wanted = budget if self._prunes and not steps and context.tree.is_fresh else 0
+            context.tree.wanted = budget if self._prunes and context.tree.is_fresh else 0
             if steps:
                 context.tree.grow_ahead(budget // SENT_PER_ROW)
         # A tree of n nodes is at most n levels deep, and the root's children cost no forward of their own.
-        max_levels = min(self._growth.num_steps, steps or self._growth.num_steps)
+        max_levels = steps or self._growth.num_steps
         levels_left = {context.session: min(max_levels, budget) for context, budget in wanted}
         new = [context for context, _ in wanted if not context.tree.begun]
         if new:
