@@ -228,13 +228,13 @@ def test_levels_go_up_one_by_one_and_come_back_one_by_one() -> None:
         seen.append((shedding.limit_nodes(17), shedding.limits()))
     assert seen == [(17, LIMITS), (9, Limits(64, 200, 200)), (1, Limits(64, 100, 100)), (1, Limits(1, 50, 50))]
     assert shedding.step_failed(50) and shedding.limits() == Limits(1, 25, 25) and not shedding.step_failed(16)
-    for level in (2, 1, 0, 0):
+    for level, rows in ((2, 50), (1, 100), (0, 512), (0, 512)):
         now[0] += CALM_S - 1
         shedding.limits()
         assert shedding.level == min(3, level + 1) or level == 0
         now[0] += 1
         shedding.limits()
-        assert shedding.level == level
+        assert shedding.level == level and shedding.limits().max_step_rows == rows
     assert shedding.limits() == LIMITS
 
 
