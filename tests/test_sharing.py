@@ -128,6 +128,19 @@ def test_what_is_known_of_a_prompt_is_looked_up_once_for_all_its_samples(
     assert all(said(pieces) == alone(tiny_folder, LONG, 4) for pieces in told)
 
 
+def test_prompts_that_agree_in_the_middle_alone_do_not_wait_for_each_other(tiny_folder: Path) -> None:
+    known, other, middle = LONG[:PREFIX_BLOCK], LONG[100 : 100 + PREFIX_BLOCK], (7,) * PREFIX_BLOCK
+    worker = target(tiny_folder, limits=Limits(8, 2 * PREFIX_BLOCK, PREFIX_BLOCK))
+    worker.add_request(1, Request("1", (*known, 1), Sampling(), 1), Told().append)
+    finished(worker)
+    worker.add_request(2, Request("2", (*other, *middle, 1), Sampling(), 4), Told().append)
+    worker.poll()
+    worker.add_request(3, Request("3", (*known, *middle, 1), Sampling(), 4), Told().append)
+    worker.poll()
+    assert worker.num_running == 2
+    finished(worker)
+
+
 class Watched(list[int]):
     """Tokens that count how many of them are copied."""
 
