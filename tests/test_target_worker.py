@@ -502,7 +502,21 @@ class Deep(Heard):
             self.worker.following.received(self, [growth], [])
 
 
-def test_no_draft_reaches_beyond_the_positions_that_a_model_has() -> None:
+class Forcing(Stuck):
+    """A grammar that allows all, and says of each path that much is forced behind it."""
+
+    def forced_behind(self, path: Sequence[int]) -> Sequence[int]:
+        return (7,) * 12
+
+    def allowed_nodes(self, tree: DraftTree) -> list[int]:
+        return [*range(len(tree))]
+
+    def masks(self, tree: DraftTree) -> tuple[Any, frozenset[int]]:
+        return None, frozenset(range(len(tree)))
+
+
+@pytest.mark.parametrize("rule", [None, Forcing()], ids=["free", "bound"])
+def test_no_draft_reaches_beyond_the_positions_that_a_model_has(rule: Forcing | None) -> None:
     """One that learned its positions has a table of them: a row behind its end ended the step for all."""
     auto: Any = AutoModelForCausalLM
     small = AutoConfig.for_model("gpt2", vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64)
@@ -511,7 +525,7 @@ def test_no_draft_reaches_beyond_the_positions_that_a_model_has() -> None:
                           StepCosts({1: 1e-3, 64: 2e-3}), TargetMetrics("tiny"), link.dispatch)
     link.worker = worker
     worker.following.link_up(link, HELLO)
-    worker.add_request(1, Request("one", tuple(range(54)), Sampling(), 10), told.append)
+    worker.add_request(1, Request("one", tuple(range(54)), Sampling(), 10), told.append, rule)
     while worker.poll() is not None:
         pass
     assert [piece for piece in told if isinstance(piece, Exception)] == []
