@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -13,7 +13,7 @@ import pytest
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from slipstream.base.config import ModelSection, TargetSection
+from slipstream.base.config import ModelSection, PolicySection, TargetSection
 from slipstream.base.errors import Unavailable
 from slipstream.decision.beliefs import StepCosts
 from slipstream.engine import kv
@@ -23,6 +23,7 @@ from slipstream.engine.kv import RadixCache
 from slipstream.engine.loading import load_model
 from slipstream.engine.runner import ModelRunner
 from slipstream.observe.metrics import TargetMetrics
+from slipstream.protocol.messages import PROTOCOL_VERSION, Commit, DraftBound, DraftHello, Growth, Open
 from slipstream.protocol.requests import Piece, Request, Sampling
 from target_service.loop import TargetWorker
 from target_service.sequence import EVICTION_DIVISOR, KV, PREFIX_BLOCK
@@ -34,9 +35,10 @@ Told = list[Piece | Exception]
 
 
 def target(folder: Path, metrics: TargetMetrics | None = None, slots: int = 2048,
-           limits: Limits | None = None, prefix_cache: bool = True) -> TargetWorker:
+           limits: Limits | None = None, prefix_cache: bool = True, always: bool = False) -> TargetWorker:
     runner = ModelRunner(load_model(folder, ModelSection(dtype="float64")), slots)
-    return TargetWorker(runner, TargetSection(slots=slots), StepCosts({1: 1e-3, 64: 2e-3}),
+    config = TargetSection(slots=slots, policy=PolicySection(always=always))
+    return TargetWorker(runner, config, StepCosts({1: 1e-3, 64: 2e-3}),
                         metrics or TargetMetrics("tiny"), deliver, limits=limits, prefix_cache=prefix_cache)
 
 
@@ -217,6 +219,16 @@ def test_what_is_cached_takes_room_from_those_who_run(tiny_folder: Path) -> None
     finished(worker)
 
 
+def test_a_prompt_that_is_scored_needs_room_though_another_answer_has_it(tiny_folder: Path) -> None:
+    worker = target(tiny_folder, slots=120)
+    for number, scores in enumerate((None, 0)):
+        worker.add_request(number, Request(str(number), LONG[:61], Sampling(), 20, prompt_logprobs=scores),
+                           Told().append)
+        worker.poll()
+    assert (worker.num_running, worker.num_waiting) == (1, 1)
+    finished(worker)
+
+
 def test_an_answer_that_soon_ends_needs_no_more_room_to_grow(tiny_folder: Path) -> None:
     worker = target(tiny_folder, slots=120, prefix_cache=False)
     worker.add_request(1, Request("1", LONG[:30], Sampling(), 3), Told().append)
@@ -225,6 +237,36 @@ def test_an_answer_that_soon_ends_needs_no_more_room_to_grow(tiny_folder: Path) 
     worker.poll()
     assert worker.num_running == 2
     finished(worker)
+
+
+def test_a_wide_tree_at_the_end_of_an_answer_writes_into_no_other(
+        tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its slots are noted behind those of its answer, where another answer's begin."""
+    monkeypatch.setattr(kv, "FIRST_WIDTH", 1)
+
+    class Wide:
+        address = "wide"
+
+        def send(self, items: Sequence[DraftBound]) -> None:
+            for item in items:
+                if isinstance(item, Open | Commit):
+                    base = len(item.tokens) + (item.base if isinstance(item, Commit) else 0)
+                    ids, tokens = np.arange(1, 17, dtype=np.int32) + 16 * base, np.arange(16, dtype=np.int32)
+                    scores = np.zeros(16, np.float32)
+                    worker.following.received(
+                        self, [Growth(item.session, base, ids, np.full(16, -base, np.int32), tokens, scores)], [])
+
+        def refuse(self, field: str) -> None:
+            raise AssertionError(field)
+
+    worker, asked = target(tiny_folder, always=True), [(LONG[:20], 12), (LONG[30:42], 20)]
+    told = [Told() for _ in asked]
+    worker.following.link_up(Wide(), DraftHello(PROTOCOL_VERSION, 0, "wide", 0, "", None, 0, 4096, 16, 8))
+    for number, (prompt, tokens) in enumerate(asked):
+        worker.add_request(number, Request(str(number), prompt, Sampling(), tokens), told[number].append)
+    finished(worker)
+    assert any(piece.drafted == 16 for piece in told[0] if isinstance(piece, Piece))
+    assert [said(pieces) for pieces in told] == [alone(tiny_folder, *one) for one in asked]
 
 
 def test_who_waits_for_a_prompt_holds_nobody_up(tiny_folder: Path) -> None:

@@ -447,6 +447,15 @@ def test_rounds_of_the_text_s_own_chain_say_nothing_of_drafts(tiny_folder: Path)
     assert all(piece.plain_s for piece in pieces if not piece.drafted)
 
 
+def test_a_bias_alone_is_heeded(tiny_folder: Path) -> None:
+    told = list[Piece | Exception]()
+    worker = plain_worker(tiny_folder, [])
+    worker.add_request(2, Request("two", (1, 2, 3), Sampling(logit_bias=((65, 100.0),)), 3), told.append)
+    while worker.num_open or worker.poll() is not None:
+        worker.poll()
+    assert [piece.tokens for piece in told if isinstance(piece, Piece)] == [(65,)] * 3
+
+
 class Posted:
     """What a worker is asked, in order."""
 
