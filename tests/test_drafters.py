@@ -221,7 +221,7 @@ def test_sessions_with_more_text_than_there_are_slots_all_draft(make: Make, kind
     nodes = 0
     for turn in range(30):
         growths = drafter.grow(list(texts), [8] * len(texts))
-        if turn >= 3:
+        if turn >= 1:
             assert all(len(growth.ids) for growth in growths), f"turn {turn}"
             nodes += sum(len(growth.ids) for growth in growths)
         bases = {session: len(text) - 30 + turn for session, text in texts.items()}
@@ -229,7 +229,7 @@ def test_sessions_with_more_text_than_there_are_slots_all_draft(make: Make, kind
                         for session, base in bases.items()])
         drafter.absorb([rows for session, base in bases.items()
                         if (rows := population.states(session, base - 1, 1)) is not None])
-    assert nodes > 0.97 * 27 * 8 * len(texts), "room is made for trees, too"
+    assert nodes > 0.97 * 29 * 8 * len(texts), "room is made for trees, too"
     drafter.close(list(texts))
     assert isinstance(drafter, NeuralDrafter)
     drafter.slots.check([])

@@ -153,6 +153,15 @@ def test_growth_ahead_is_kept_below_a_commit(tiny_draft_folder: Path) -> None:
     of.slots.check([])
 
 
+def test_a_tree_that_grows_ahead_ends_with_the_window(tiny_draft_folder: Path) -> None:
+    """No row stands behind the last position that the model knows."""
+    of, window = drafter(tiny_draft_folder, max_context=40), 40
+    of.open([opening(1, range(30))])
+    for _ in range(20):
+        of.grow([1], [9], 1)
+    assert 30 - 1 + max(of.tree(1).depths[node] for node in of.tree(1).computed) == window - 1
+
+
 def test_growing_on_at_the_same_base(tiny_draft_folder: Path) -> None:
     of = drafter(tiny_draft_folder, num_steps=2, num_draft_tokens=6, topk=2)
     tokens = list(range(30, 42))

@@ -343,8 +343,9 @@ class NeuralDrafter:
         while any(levels > 0 for levels in levels_left.values()):
             growing = [context for context, _ in wanted
                        if levels_left[context.session] > 0 and self._can_deepen(context)]
-            if not growing or not self._grow_level(growing):
+            if not growing:
                 break
+            self._grow_level(growing)
             for session in levels_left:
                 levels_left[session] -= 1
 
@@ -408,18 +409,18 @@ class NeuralDrafter:
 
     def _can_deepen(self, context: DraftContext) -> bool:
         tree = context.tree
-        if not tree.begun or not tree.frontier or tree.free_nodes <= 0:
+        if not tree.begun or not tree.frontier:
             return False
         if context.block is not None:
             return any(_depth(tree, node) < context.block[0].reach for node in tree.frontier)
         # A frontier at depth d stands at base - 1 + d and must fit the window too.
         return context.base + tree.depth() - context.start <= self.max_context
 
-    def _grow_level(self, contexts: Sequence[DraftContext]) -> bool:
-        """Compute the frontier of each tree and give its nodes children. False when nothing could be computed."""
+    def _grow_level(self, contexts: Sequence[DraftContext]) -> None:
+        """Compute the frontier of each tree, as far as there are slots, and give its nodes children."""
         if any(context.block is not None for context in contexts):  # then all of them
             self._grow_blocks(contexts)
-            return True
+            return
         builder, added = BatchBuilder(), list[tuple[DraftContext, range, Indices]]()
         inputs: list[torch.Tensor] = []
         try:
@@ -430,12 +431,10 @@ class NeuralDrafter:
                 added.append((context, _add_frontier(builder, context, slots), slots))
                 if context.lag:
                     inputs.append(context.states_of([context.tree.parents[node] for node in context.tree.frontier]))
-            if not added:
-                return False
-            self._expand(self._forward(builder, inputs), added)
+            if added:
+                self._expand(self._forward(builder, inputs), added)
         except torch.OutOfMemoryError as error:  # once the first tree has taken its slots, nothing allocates any more
             raise self._device_full([slots for _, _, slots in added]) from error
-        return True
 
     def _expand(self, output: Output, frontiers: Sequence[tuple[DraftContext, range, Indices]]) -> None:
         """Rank the children of frontiers. frontiers: contexts, each with the rows of ``output`` and the KV slots of its
@@ -461,7 +460,7 @@ class NeuralDrafter:
         count = self._growth.topk if block.markov is None else min(CANDIDATES, output.logits.shape[1])
         candidates = ranked(output.logits, choices, count, self.network.vocabulary, self.network.race)
         states = None if block.states is None else block.states.index_select(0, to_device(rows, block.states.device))
-        temperatures = [0.0 if context.sampling.greedy else context.sampling.temperature for context, _ in roots]
+        temperatures = [context.sampling.temperature for context, _ in roots]
         block_pass = BlockPass(replace(block, states=states), candidates, temperatures,
                                [context.tokens[-1] for context, _ in roots])
         for row, (context, _) in enumerate(roots):
