@@ -23,8 +23,7 @@ from bench.fleet import LOGS, Process, Services, free_port, running_services, se
 from draft_service.__main__ import host as host_draft
 from draft_service.worker import DraftWorker
 from slipstream.base.config import Config, load
-from slipstream.cli.process import until_signalled
-from slipstream.observe.log import configure
+from slipstream.cli.process import run
 from slipstream.observe.trace import Trace
 from slipstream.observe.vitals import background_tasks
 from slipstream.protocol.requests import Piece, Request, Sampling
@@ -164,7 +163,6 @@ def main() -> None:
     # A timed device's tokens are no real text, so repetitions in it must not be looked up.
     config = load(None, ("target.prompt_lookup=false", *arguments.overrides))
     timing = arguments.timing
-    configure(config.log)
 
     async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None]) -> None:
         if arguments.role == "draft":
@@ -172,7 +170,7 @@ def main() -> None:
         else:
             await serve_target(config, timing, stop, ready, arguments.role == "colocated")
 
-    asyncio.run(until_signalled(config, serve))
+    run(config, serve)
 
 
 if __name__ == "__main__":

@@ -224,10 +224,8 @@ class Connection(HttpToolsProtocol):
         if not told and (self._in_head or (not self.cycle.response_started if self._in_body else arrived)):
             self.transport.write(_error_answer(problem_of(Unavailable(
                 "others needed this connection's place before the whole request was read; send it again"))))
-        if self.transport.get_write_buffer_size():
-            self.transport.abort()  # closed, it would wait for the client to read
-        else:
-            self.transport.close()
+        self.transport.close()  # behind what is written, but it does not wait for a client that reads nothing
+        self.loop.call_later(LINGER_S, self.transport.abort)
 
     def _discard_arrived(self) -> bool:
         """Whether bytes have arrived that nobody has read. Closed on top of them, the connection would be reset."""

@@ -34,6 +34,8 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import uvloop
+
 from slipstream.base.address import host_port, reachable
 from slipstream.base.config import Config, dump_yaml, load
 from slipstream.base.errors import ConfigError, SlipstreamError, Unavailable
@@ -79,7 +81,9 @@ def run(config: Config, serve: Serve, while_input: bool = False) -> None:
     """As ``main``, with a given configuration; errors are raised."""
     configure(config.log)
     raise_open_files_limit()
-    asyncio.run(until_signalled(config, serve, while_input))
+    # Of asyncio's own loop each wake-up takes longer, and a round has four (docs/MEASUREMENTS.md).
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(until_signalled(config, serve, while_input))
 
 
 def raise_open_files_limit() -> None:
