@@ -35,7 +35,7 @@ from slipstream.protocol.messages import PROTOCOL_VERSION, TargetHello
 from slipstream.protocol.requests import ServedModel
 from slipstream.protocol.tree import MAX_NODES, Thresholds
 from target_service.loop import TargetWorker
-from target_service.service import Delivery, TargetService
+from target_service.service import TargetService, deliver_on_loop
 from target_service.step import Limits
 
 LEAST_SLOTS = PROFILE_CONTEXT + MAX_NODES  # the measurement of steps needs as many
@@ -98,7 +98,7 @@ def assemble(config: Config, model: CausalModel, name: str, digest: str, loop: a
     max_context = min(max_context, runner.slots.num_slots - MAX_NODES)  # a tree may go beyond the last token
     metrics = TargetMetrics(name)
     trace = Trace(config.log.trace, "target")
-    worker = TargetWorker(runner, config.target, costs, metrics, Delivery(loop), trace=trace,
+    worker = TargetWorker(runner, config.target, costs, metrics, partial(deliver_on_loop, loop), trace=trace,
                           spans=spans_of(config.log, "target"))
     lossy = _warn_if_lossy(config.target)
     identity = identity_of(model, config.model, weights)

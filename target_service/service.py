@@ -11,13 +11,10 @@ It knows nothing about gRPC or HTTP; ``wire.target`` serves it to the network.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import itertools
-import os
 import time
-import weakref
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 
 from slipstream.base.errors import CapacityError, Draining, InvalidRequest, Unavailable
 from slipstream.choosing.permitted import Permitted
@@ -32,7 +29,6 @@ from target_service.sequence import Rule, Sink
 from target_service.step import CALM_S
 
 Pieces = list[tuple[Sink, Piece | Exception]]  # each with who takes it
-LIBC = ctypes.PyDLL(None)  # its calls keep the interpreter's lock
 
 
 class TargetAnswer:
@@ -178,41 +174,11 @@ def _take_nothing(_: Piece) -> bool:
     return False
 
 
-class Delivery:
-    """Brings pieces from the engine thread to their readers on ``loop``. Nothing happens once that is closed.
-
-    The loop is woken without giving up the interpreter's lock. ``call_soon_threadsafe`` gives it up for a system call:
-    then the loop's thread takes it, and the next step cannot begin before all readers have their pieces."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop, self._waiting = loop, deque[Pieces]()
-        reading, self._writing = os.pipe()
-        for end in (reading, self._writing):
-            os.set_blocking(end, False)
-        loop.call_soon_threadsafe(loop.add_reader, reading, _deliver_all, loop, reading, self._waiting)
-        weakref.finalize(self, _close, loop, reading, self._writing).atexit = False
-
-    def __call__(self, pieces: Pieces) -> None:
-        if self._loop.is_closed():
-            return
-        self._waiting.append(pieces)
-        if len(self._waiting) == 1:  # else the loop has been woken, and has not taken all
-            LIBC.write(self._writing, b"\0", 1)
-
-
-def _deliver_all(loop: asyncio.AbstractEventLoop, reading: int, waiting: deque[Pieces]) -> None:
-    is_left = not os.read(reading, 1)
-    while waiting:
-        loop.call_soon(deliver, waiting.popleft())
-    if is_left:
-        loop.remove_reader(reading)
-        os.close(reading)
-
-
-def _close(loop: asyncio.AbstractEventLoop, reading: int, writing: int) -> None:
-    os.close(writing)
-    if loop.is_closed():  # else it closes the other end, which it still watches
-        os.close(reading)
+def deliver_on_loop(loop: asyncio.AbstractEventLoop, pieces: Pieces) -> None:
+    """Bring pieces from the engine thread to their readers on ``loop``, in one call a step. Nothing happens once that
+    is closed."""
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(deliver, pieces)
 
 
 def deliver(pieces: Pieces) -> None:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -42,7 +43,7 @@ from slipstream.wire.server import GrpcServer
 from slipstream.wire.servicer import DraftServicer
 from target_service.assembly import grammars
 from target_service.loop import TargetWorker
-from target_service.service import Delivery, TargetService
+from target_service.service import TargetService, deliver_on_loop
 from target_service.step import Limits
 from tests.loop import eventually
 
@@ -143,7 +144,7 @@ async def target(folder: Path, policy: PolicySection = STUBBORN, dtype: str = "f
     runner = ModelRunner(model, slots)
     costs = StepCosts({1: 1e-3, 64: 2e-3})
     metrics = TargetMetrics("tiny")
-    dispatch = Delivery(asyncio.get_running_loop())
+    dispatch = partial(deliver_on_loop, asyncio.get_running_loop())
     worker = TargetWorker(runner, config, costs, metrics, dispatch, limits=limits, prefix_cache=prefix_cache)
     digest, shape = tokenizer_hash(folder), model.config
     served = ServedModel("tiny", shape.vocab_size, shape.max_context, digest, slots,
