@@ -134,12 +134,12 @@ class StepReports:
     @contextmanager
     def receiving(self) -> Iterator[None]:
         """Receive reports on the running event loop while the block runs."""
-        loop = asyncio.get_running_loop()
-        loop.add_reader(self._socket, self._read)
+        loop, number = asyncio.get_running_loop(), self._socket.fileno()
+        loop.add_reader(number, self._read)
         try:
             yield
         finally:
-            loop.remove_reader(self._socket)
+            loop.remove_reader(number)  # the socket may be closed by now
 
     def track(self, request: str) -> None:
         self._by_request[request] = {}

@@ -34,8 +34,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """Tests run on the event loop of services."""
+def pytest_asyncio_loop_factories(item: pytest.Function) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Tests run on the event loop of services, but for modules that set a loop's clock."""
+    if {"still", "hurried"} & vars(item.module).keys():
+        return {"asyncio": asyncio.new_event_loop}
     import uvloop  # tests of devices run where there is none
 
     return {"uvloop": uvloop.new_event_loop}

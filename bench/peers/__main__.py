@@ -26,6 +26,7 @@ import asyncio
 import json
 import statistics
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -161,7 +162,7 @@ async def ask_or_no_answer(system: System, prompt: Sequence[int], max_tokens: in
 
 async def ask_batch(system: System, turn: Turn, max_tokens: int) -> TimedCompletion:
     """All prompts of a turn as one answer; NO_ANSWER when one of them fails, as the rest is less work."""
-    began_s = asyncio.get_running_loop().time()
+    began_s = time.perf_counter()
     pending = list(zip(turn.prompts, turn.extras or [GREEDY] * len(turn.prompts), strict=True))[::-1]
     answers = list[TimedCompletion]()
 
@@ -175,7 +176,7 @@ async def ask_batch(system: System, turn: Turn, max_tokens: int) -> TimedComplet
         return answers[0]
     if not all(answer.tokens for answer in answers):
         return NO_ANSWER
-    took_s = asyncio.get_running_loop().time() - began_s
+    took_s = time.perf_counter() - began_s
     return TimedCompletion(sum(a.tokens for a in answers), min(a.first_s for a in answers), took_s,
                            sum(a.rounds for a in answers))
 
