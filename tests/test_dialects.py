@@ -331,6 +331,18 @@ async def test_refusals_say_what_to_do_in_the_responses_own_words(tiny_folder: P
             assert refused.status_code == 400 and words in told and '"function": {' not in told, told
 
 
+def test_calls_of_either_kind_have_their_arguments() -> None:
+    call, custom = (message["tool_calls"][0]["function"] for message in responses.chat_of({"input": [
+        {"type": "function_call", "call_id": "a", "name": "f", "arguments": '{"x": 1}'},
+        {"type": "function_call_output", "call_id": "a", "output": "y"},
+        {"type": "custom_tool_call", "call_id": "b", "name": "g", "input": "z"}]})["messages"][::2])
+    assert (call, custom) == ({"name": "f", "arguments": '{"x": 1}'}, {"name": "g", "arguments": {"input": "z"}})
+    blocks = [{"type": "text", "text": "So:"}, {"type": "tool_use", "id": "a", "name": "f", "input": {"x": 1}}]
+    said = messages.chat_of({"messages": [{"role": "assistant", "content": blocks}]})["messages"]
+    assert said == [{"role": "assistant", "content": "So:", "tool_calls": [
+        {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]}]
+
+
 @pytest.mark.parametrize(("translate", "body", "field"), [
     (messages.chat_of, {}, "messages"), (messages.chat_of, {"messages": [], "system": "Brief."}, "messages"),
     (messages.chat_of, {"messages": [1]}, "messages[0].role"),
@@ -491,6 +503,7 @@ BAD = {"type": "json_schema", "name": "bad", "schema": {"type": "array", "unique
     (RESPONSES, {"text": {"format": BAD | {"schema": 1}}}, "text.format.schema"),
     (RESPONSES, {"text": {"format": BAD}}, "text.format"),
     (RESPONSES, {"reasoning": {"effort": 7}}, "reasoning.effort"),
+    (RESPONSES, {"tools": [FUNCTION], "tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "tool_choice"),
     (MESSAGES, {"output_config": {"effort": 7}}, "output_config.effort"),
 ])
 async def test_refusals_name_the_dialects_own_fields(tiny_folder: Path, path: str, fields: Any, named: str) -> None:

@@ -134,6 +134,7 @@ SAID: dict[str, tuple[Style, str, Told]] = {
     "hunyuan, no calls": (Style(("<tool_call>", HUNYUAN)), "<tool_calls><tool_call>a b\n```json\n{}```</tool_call>"
                           "<tool_call>now```</tool_call><tool_call>now ``` not {}</tool_call></tool_calls>",
                           ("", "a b\n```json\n{}```now```now ``` not {}", [])),
+    "llama, blanks": (BARE, "\n So.", ("", "\n So.", [])),
     "gpt-oss": (GPT_OSS, "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>So.\n",
                 ("Hm.", "So.\n", [])),
     "gpt-oss, calls": (

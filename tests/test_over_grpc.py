@@ -228,6 +228,14 @@ async def test_a_grammar_that_a_target_gives_up_bears_the_clients_name(tiny_fold
         assert caught.value.field == "grammar"
 
 
+async def test_an_answer_that_breaks_off_counts_once(tiny_folder: Path) -> None:
+    target = EchoTarget(fail_after=2, error=InvalidRequest("tokens", "no more"))
+    async with routing(tiny_folder, target) as r, client_of(r) as client:
+        with pytest.raises(InvalidRequest):
+            await told(client, HELLO)
+        assert await r.codes() == {400: 1}
+
+
 async def test_completions_take_no_tools(tiny_folder: Path) -> None:
     async with routing(tiny_folder, EchoTarget()) as r, client_of(r) as client:
         for name, value in (("tools", [NOW]), ("reasoning_effort", "low"), ("tool_choice", NAMED)):

@@ -137,7 +137,7 @@ def _chat_messages(at: str, item: Any, unknown: dict[str, bool]) -> Iterator[Jso
 
 def _tools(tools: Any, choice: Any) -> Json:
     if not tools:
-        return {"tool_choice": choice} if choice is not None else {}
+        return {"tool_choice": choice}
     if not _are_objects(tools):
         raise InvalidRequest("tools", "must be a list of functions")
     for i, tool in enumerate(tools):
@@ -160,7 +160,7 @@ def _tools(tools: Any, choice: Any) -> Json:
             raise InvalidRequest("tool_choice", "must be 'none', 'auto', 'required', or a function among tools, as in "
                                  '{"type": "function", "name": "..."}')
         choice = {"type": choice.get("type"), "function": {"name": _qualified_name(choice.get("namespace"), choice)}}
-    return {"tools": functions, **({"tool_choice": choice} if choice is not None else {}), **unknown}
+    return {"tools": functions, "tool_choice": choice, **unknown}
 
 
 def _are_objects(given: Any) -> bool:
