@@ -180,9 +180,9 @@ def test_the_other_alignment_gives_other_trees(tmp_path: Path, target: Path, lay
 
 
 @pytest.mark.parametrize("candidates", [6, VOCAB])
-def test_candidates_are_shares_of_the_whole_vocabulary(tmp_path: Path, target: Path, candidates: int,
-                                                       monkeypatch: pytest.MonkeyPatch) -> None:
-    """Be they few or all: their shares may then add up to a little more than one."""
+def test_few_candidates_are_shares_of_the_whole_vocabulary(tmp_path: Path, target: Path, candidates: int,
+                                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or all of it: their shares may then add up to a little more than one."""
     monkeypatch.setattr("slipstream.drafting.neural.CANDIDATES", candidates)
     config = speculators_block_config()
     of, straight = drafter(write_block_folder(tmp_path, config), target), written(config, True, target)
