@@ -317,7 +317,7 @@ class KV:
             return
         self._runner.slots.free(sequence.slots[num_committed:num_computed])
         if self._cache is None:
-            self._runner.slots.free(sequence.slots[sequence.num_borrowed : num_committed])
+            self._runner.slots.free(sequence.slots[:num_committed])
         else:
             # The cache takes the whole row: it knows its own slots, and frees slots of KV that it has already.
             self._cache.insert(sequence.tokens[:num_committed], sequence.slots[:num_committed],

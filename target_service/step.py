@@ -458,7 +458,7 @@ def _add_prefill(builder: BatchBuilder, runner: ModelRunner, sequence: Sequence,
     sequence.append_slots(slots)
     if not sequence.needs_scoring:
         return None
-    first, last = max(start, sequence.num_scored), min(start + rows, sequence.followed.side.prompt_len - 1)
+    first, last = max(start, sequence.num_scored), start + rows
     # Rows that were scored before the answer was put back are computed again, but not scored again.
     if first >= last:
         return None

@@ -229,6 +229,20 @@ def test_a_prompt_that_is_scored_needs_room_though_another_answer_has_it(tiny_fo
     finished(worker)
 
 
+def test_who_is_put_back_in_the_middle_of_its_prompt_is_scored_once(tiny_folder: Path) -> None:
+    metrics, told = TargetMetrics("tiny"), Told()
+    worker = target(tiny_folder, metrics, slots=120, limits=Limits(8, 64, 2), prefix_cache=False)
+    worker.add_request(1, Request("1", LONG[:30], Sampling(), 57, speculate=False), Told().append)
+    while worker.following.sessions.get(1) is None or not worker.following.sessions[1].side.num_output:
+        worker.poll()
+    worker.add_request(2, Request("2", LONG[:60], Sampling(), 4, prompt_logprobs=0), told.append)
+    finished(worker)
+    assert re.search(r"preemptions_total\{.*\} 1\.0", metrics.registry.page("")[1].decode())
+    scores = [piece.prompt for piece in told if isinstance(piece, Piece) and piece.prompt is not None]
+    assert [start for part in scores for start in range(part.start, part.start + len(part.logprobs))] == [*range(1, 60)]
+    assert all(part.logprobs for part in scores)
+
+
 def test_an_answer_that_soon_ends_needs_no_more_room_to_grow(tiny_folder: Path) -> None:
     worker = target(tiny_folder, slots=120, prefix_cache=False)
     worker.add_request(1, Request("1", LONG[:30], Sampling(), 3), Told().append)
@@ -237,6 +251,34 @@ def test_an_answer_that_soon_ends_needs_no_more_room_to_grow(tiny_folder: Path) 
     worker.poll()
     assert worker.num_running == 2
     finished(worker)
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_what_was_computed_behind_the_end_of_an_answer_is_given_back(tiny_folder: Path, prefix_cache: bool) -> None:
+    """A stop token in the middle of drafts that are all right."""
+    right, told = alone(tiny_folder, LONG[:20], 12), Told()
+
+    class Right:
+        address = "right"
+
+        def send(self, items: Sequence[DraftBound]) -> None:
+            if any(isinstance(item, Open | Commit) for item in items):
+                base, ids = worker.following.sessions[1].side.base, np.arange(1, 12, dtype=np.int32)
+                growth = Growth(1, base, ids, np.array([-base, *ids[:-1]], np.int32), np.array(right[1:], np.int32),
+                                np.zeros(11, np.float32))
+                worker.following.received(self, [growth], [])
+
+        def refuse(self, field: str) -> None:
+            raise AssertionError(field)
+
+    worker = target(tiny_folder, slots=200, prefix_cache=prefix_cache, always=True)
+    worker.following.link_up(Right(), DraftHello(PROTOCOL_VERSION, 0, "right", 0, "", None, 0, 4096, 16, 8))
+    stop = next(place for place in range(3, 12) if right[place] not in right[:place])
+    worker.add_request(1, Request("1", LONG[:20], Sampling(stop_token_ids=(right[stop],)), 40), told.append)
+    finished(worker)
+    assert said(told) == right[: stop + 1]
+    assert any(piece.accepted > 1 for piece in told if isinstance(piece, Piece))
+    assert worker.num_free_slots == 200
 
 
 def test_a_wide_tree_at_the_end_of_an_answer_writes_into_no_other(

@@ -197,6 +197,11 @@ def test_rows_that_find_no_memory_leave_those_that_were_kept(tiny_folder: Path, 
         patched.setattr(torch, "empty", full)
         assert not kv.set_feature_spec(FeatureSpec((0, 1), 96, "float64"))
     assert runner.taps == ((1,) if times == 1 else ())
+    row = runner.table.add_row(1)
+    row.write(0, [3])
+    reads = SimpleNamespace(row=row, num_computed=1, followed=SimpleNamespace(feature_spec=FeatureSpec((1,), 48)))
+    (sent,) = kv.newest_feature_rows([(cast(Any, reads), 1)])
+    assert (sent is not None) == (times == 1), "the drafter that was there goes on"
     assert kv.set_feature_spec(FeatureSpec((0, 1), 96, "float64")) and runner.features([3]).shape == (1, 96)
 
 
