@@ -48,6 +48,7 @@ from target_service.loop import TargetWorker
 from target_service.sequence import Sink
 from target_service.service import Pieces, TargetAnswer, deliver, deliver_on_loop
 from tests.loop import eventually
+from tests.sequences import run
 
 HELLO = DraftHello(PROTOCOL_VERSION, 0, "silent", 0, "", None, 0, 4096, 16, 8)
 
@@ -133,6 +134,55 @@ def test_answers_that_begin_together_get_equal_parts_of_the_rows_that_may_be_sen
     while len(told) < 9:
         worker.poll()
     assert set(rows.values()) == {len(prompt) // 2} and len(rows) == 4
+
+
+@pytest.mark.parametrize("from_token", [0, 9])
+def test_a_drafter_gets_each_row_once_and_none_that_was_not_kept(tiny_folder: Path, from_token: int) -> None:
+    """One that comes in the middle reads on from there: of what was computed before nobody has rows."""
+    told, received = list[Piece | Exception](), list[Features]()
+
+    class Link(Heard):
+        def send(self, items: Sequence[DraftBound]) -> None:
+            for item in items:
+                rows = item.features if isinstance(item, Commit) else item
+                received.extend([rows] if isinstance(rows, Features) else [])
+
+    policy = PolicySection(always=True, deadline_max_s=1e-3)
+    worker = plain_worker(tiny_folder, told, tokens=20, policy=policy, prompt_lookup=False)
+    model = worker._runner.model
+    worker.following.inbox.drain()
+    while worker.following.sessions[1].side.num_output < from_token:
+        worker.poll()
+    worker.following.link_up(Link(), replace(HELLO, features=FeatureSpec((1,), model.config.hidden_size)))
+    while worker.num_open:
+        worker.poll()
+    worker.poll()
+    first = 2 + from_token if from_token else 0
+    assert [rows.start for rows in received] == [first, *range(first + received[0].num_rows, 22)][: len(received)]
+    assert len(received) > 5 and received[0].num_rows == (1 if from_token else 2)
+    text = [1, 2, 3, *(token for piece in told if isinstance(piece, Piece) for token in piece.tokens)]
+    alone = ModelRunner(model, 64)
+    alone.set_taps((1,))
+    right = alone.features(run(alone, text)[1]).float().numpy()
+    sent = np.concatenate([np.frombuffer(rows.rows, np.float32).reshape(rows.num_rows, -1) for rows in received])
+    assert np.allclose(sent, right[first : first + len(sent)], atol=1e-5)
+
+
+def test_a_cached_prompt_without_rows_is_computed_again_for_who_reads_them(tiny_folder: Path) -> None:
+    received, width = list[Features](), 48
+
+    class Link(Heard):
+        def send(self, items: Sequence[DraftBound]) -> None:
+            received.extend(item for item in items if isinstance(item, Features))
+
+    worker = plain_worker(tiny_folder, [], policy=PolicySection(always=True, deadline_max_s=1e-3))
+    while worker.num_open:
+        worker.poll()
+    worker.following.link_up(Link(), replace(HELLO, features=FeatureSpec((1,), width)))
+    worker.add_request(2, Request("two", (1, 2, 3, 4, 5), Sampling(), 3), [].append)
+    while worker.num_open:
+        worker.poll()
+    assert [(rows.start, rows.num_rows) for rows in received] == [(0, 4)]
 
 
 def test_an_answer_that_is_left_alone_is_shown_as_gone(tiny_folder: Path) -> None:
