@@ -333,6 +333,10 @@ def test_a_call_in_reasoning_that_is_cut_off_does_not_count() -> None:
     assert (parts.reasoning, parts.calls) == ('As <tool_call>{"name": "now"}</tool_call> has', [])
 
 
+def test_a_header_of_a_call_begins_none_where_there_are_no_tools() -> None:
+    assert told(GPT_OSS, ["<|channel|>commentary to=functions.now<|message|>{}"], tools={}) == ("", "{}", [])
+
+
 def test_a_delta_tells_that_an_answer_was_cut() -> None:
     markup = Markup(HERMES, TOOLS)
     markup.push_delta(TextDelta("<tool_call>weather<arg_key>city</arg_key><arg_value>a</tool_call> b", finish="length"))
