@@ -6,17 +6,15 @@ import asyncio
 import re
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import uvloop
 from structlog.testing import capture_logs
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -46,7 +44,7 @@ from slipstream.protocol.requests import Piece, Request, Sampling
 from slipstream.protocol.tree import DraftTree
 from target_service.loop import TargetWorker
 from target_service.sequence import Sink
-from target_service.service import Pieces, TargetAnswer, deliver, deliver_on_loop
+from target_service.service import deliver
 from tests.loop import eventually
 from tests.sequences import run
 
@@ -506,42 +504,6 @@ def test_a_bias_alone_is_heeded(tiny_folder: Path) -> None:
     assert [piece.tokens for piece in told if isinstance(piece, Piece)] == [(65,)] * 3
 
 
-class Posted:
-    """What a worker is asked, in order."""
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-
-    def add_request(self, number: int, request: Request, sink: Sink, rule: object) -> None:
-        self.log.append("ask")
-
-    def set_speculation(self, number: int, allowed: bool) -> None:
-        self.log.append(f"switch {allowed}")
-
-    def cancel(self, number: int) -> None:
-        self.log.append("cancel")
-
-
-async def test_an_answer_that_waits_for_its_grammar_begins_as_it_was_switched() -> None:
-    cases: list[tuple[bool, list[bool], list[str]]] = [
-        (True, [], []), (True, [False], ["switch False"]), (True, [False, True], []), (False, [True], ["switch True"])]
-    for speculate, switched, behind in cases:
-        posted, compiled = Posted(), asyncio.get_running_loop().create_future()
-        request = Request("one", (1,), Sampling(), 3, speculate=speculate)
-        answer = TargetAnswer(cast(TargetWorker, posted), 1, request, compiled)
-        for allowed in switched:
-            answer.set_speculation(allowed)
-        assert not posted.log
-        compiled.set_result(None)
-        await asyncio.sleep(0)
-        answer.set_speculation(True)
-        assert posted.log == ["ask", *behind, "switch True"]
-        await answer.aclose()
-    left = asyncio.get_running_loop().create_future()
-    await TargetAnswer(cast(TargetWorker, Posted()), 1, Request("one", (1,), Sampling(), 3), left).aclose()
-    assert left.cancelled(), "nobody compiles a grammar for who is gone"
-
-
 class Deep(Heard):
     """A draft that answers with one deep chain each time."""
 
@@ -638,29 +600,3 @@ def test_the_policy_hears_which_places_of_a_tree_the_accepted_nodes_had(tiny_fol
     while drafted.num_open:
         drafted.poll()
     assert ranks[0] is None and [*ranks[1]] == [2], "a root alone is a chain"
-
-
-@pytest.mark.parametrize("factory", [None, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
-def test_pieces_of_another_thread_come_in_order(factory: Callable[[], asyncio.AbstractEventLoop] | None) -> None:
-    taken, failed = list[Piece | Exception](), list[type]()
-    lists: list[Pieces] = [[(taken.append, Piece((n,))), (taken.append, Piece((n + 1,)))] for n in range(0, 1000, 2)]
-
-    def failing(_: Piece | Exception) -> None:
-        raise ValueError("a reader is broken")
-
-    async def read() -> Callable[[Pieces], None]:
-        loop = asyncio.get_running_loop()
-        loop.set_exception_handler(lambda _, context: failed.append(type(context["exception"])))
-        delivery = partial(deliver_on_loop, loop)
-        delivery([(failing, Piece((9,)))])
-        sending = threading.Thread(target=lambda: deque(map(delivery, lists)))
-        sending.start()
-        await eventually(lambda: len(taken) == 1000)
-        await asyncio.to_thread(sending.join)
-        return delivery
-
-    with asyncio.Runner(loop_factory=factory) as runner:
-        delivery = runner.run(read())
-    assert failed == [ValueError]
-    delivery([(taken.append, Piece((1,)))])  # the loop is closed
-    assert [piece.tokens[0] for piece in taken if isinstance(piece, Piece)] == list(range(1000))
