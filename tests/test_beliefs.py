@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from slipstream.base.config import PolicySection
@@ -21,7 +24,11 @@ from slipstream.decision.beliefs import (
 from slipstream.decision.decide import Mode, Round, RoundInputs, SessionState
 from slipstream.decision.policy import PROBE_AFTER_S, SpeculationPolicy
 from slipstream.following.chains import GUESSED_COSTS
+from slipstream.following.followed import RoundRecord, Step, Verified
+from slipstream.protocol.messages import Commit, DraftBound, Growth, Open
+from slipstream.protocol.requests import Piece
 from slipstream.protocol.tree import MAX_NODES
+from tests.test_target_worker import HELLO, Heard, plain_worker
 
 STEP_S = 0.010
 GOOD = Round(4, 4, STEP_S, 0.0, exchange_s=0.002)
@@ -304,3 +311,36 @@ def test_nobody_follows_an_answer_for_which_no_tree_pays() -> None:
     beliefs = Beliefs(StepCosts({9: STEP_S, 18: 10 * STEP_S, 64: 90 * STEP_S}))
     decision = SpeculationPolicy(PolicySection(), beliefs).decide(RoundInputs(others=8))
     assert decision.verify == decision.num_wanted == 0 and not decision.follow
+
+
+def test_the_policy_hears_which_places_of_a_tree_the_accepted_nodes_had(tiny_folder: Path) -> None:
+    """The best nodes first: how many are worth their rows is learned from it."""
+    told, ranks = list[Piece | Exception](), list[Sequence[int] | None]()
+    worker = plain_worker(tiny_folder, told, tokens=9)
+    while len(told) < 9:
+        worker.poll()
+    right = [1, 2, 3, *(token for piece in told if isinstance(piece, Piece) for token in piece.tokens)]
+
+    class Forked(Heard):
+        def send(self, items: Sequence[DraftBound]) -> None:
+            for item in items:
+                if isinstance(item, Open | Commit):
+                    base = len(item.tokens) + (item.base if isinstance(item, Commit) else 0)
+                    ids = np.array([2 * base, 2 * base + 1], np.int32)
+                    tokens = np.array([(right[base] + 1) % 256, right[base]], np.int32)
+                    growth = Growth(item.session, base, ids, np.full(2, -base, np.int32), tokens,
+                                    np.array([-1.0, -2.0], np.float32))
+                    drafted.following.received(self, [growth], [])
+
+    drafted = plain_worker(tiny_folder, [], tokens=9, policy=PolicySection(always=True), prompt_lookup=False)
+    drafted.following.link_up(Forked(), HELLO)
+    committed = drafted.following.committed
+
+    def watched(batch: Sequence[Verified], step: Step) -> list[RoundRecord]:
+        ranks.extend(verified.ranks for verified in batch)
+        return committed(batch, step)
+
+    drafted.following.committed = watched  # type: ignore[method-assign, assignment]
+    while drafted.num_open:
+        drafted.poll()
+    assert ranks[0] is None and [*ranks[1]] == [2], "a root alone is a chain"

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import cast
 
 import numpy as np
 import pytest
 
-from target_service.sequence import Sequence
-from target_service.step import Limits, Queues, Schedule, SequenceInfo, schedule
+from target_service.step import Limits, Schedule, SequenceInfo, schedule
 
 LIMITS = Limits(max_running=6, max_step_rows=40, prefill_chunk=16)
 SLOTS = 120
@@ -157,18 +154,6 @@ def test_with_no_slot_left_the_youngest_makes_place_for_the_oldest() -> None:
     alike = [SequenceInfo(1, 10, 0, 1, False), *(SequenceInfo(key, 0, 0, 1, False) for key in (2, 3))]
     plan = schedule(alike, [], 0, LIMITS)
     assert plan.put_back == (3, 2) and plan.verify == ((1, 1),), "what they share is counted for neither, and is free"
-
-
-def test_who_was_put_back_comes_before_those_behind_it() -> None:
-    queues = Queues()
-    first, second, third = (cast(Sequence, SimpleNamespace(number=number)) for number in range(3))
-    queues.running += first, second
-    queues.waiting.append(third)
-    assert queues.put_back(1) is second and [*queues.waiting] == [second, third]
-    queues.put_back(0)
-    for number in (1, 2, 0):
-        queues.admit(number)
-    assert queues.running == [first, second, third] and not queues.waiting
 
 
 def test_of_prompts_that_hold_all_slots_the_youngest_makes_place() -> None:

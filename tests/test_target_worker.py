@@ -26,7 +26,6 @@ from slipstream.engine.hf import HFModel
 from slipstream.engine.loading import load_model
 from slipstream.engine.runner import ModelRunner
 from slipstream.following import following
-from slipstream.following.followed import RoundRecord, Step, Verified
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.spans import Spans, Value
 from slipstream.protocol.messages import (
@@ -345,6 +344,20 @@ def test_drafters_follow_only_who_runs(tiny_folder: Path) -> None:
     assert not re.search(r"preemptions_total\{.*\} 0\.0", metrics.registry.page("")[1].decode())
 
 
+def test_who_was_put_back_comes_before_those_behind_it(tiny_folder: Path) -> None:
+    worker = plain_worker(tiny_folder, [], max_sessions=2)
+    for number in (2, 3):
+        worker.add_request(number, Request(str(number), (number,), Sampling(), 9), [].append)
+    worker.poll()
+    queues = worker._queues
+    queues.put_back(2)
+    queues.put_back(1)
+    assert [sequence.number for sequence in queues.waiting] == [1, 2, 3]
+    for number in (2, 3, 1):
+        queues.admit(number)
+    assert [sequence.number for sequence in queues.running] == [1, 2, 3]
+
+
 def test_of_answers_that_wait_for_growth_the_first_goes_on_at_its_own_time(tiny_folder: Path) -> None:
     heard, now_s, told = Heard(), [100.0], list[Piece | Exception]()
     policy = PolicySection(always=True, deadline_max_s=1.0)
@@ -567,36 +580,3 @@ def test_trees_become_smaller_when_memory_runs_out_and_then_there_are_none(tiny_
         most.append(max(piece.drafted for piece in told[2:] if isinstance(piece, Piece)))
         assert worker.shedding.step_failed(500)
     assert most == [12, 6, 0]
-
-
-def test_the_policy_hears_which_places_of_a_tree_the_accepted_nodes_had(tiny_folder: Path) -> None:
-    """The best nodes first: how many are worth their rows is learned from it."""
-    told, ranks = list[Piece | Exception](), list[Sequence[int] | None]()
-    worker = plain_worker(tiny_folder, told, tokens=9)
-    while len(told) < 9:
-        worker.poll()
-    right = [1, 2, 3, *(token for piece in told if isinstance(piece, Piece) for token in piece.tokens)]
-
-    class Forked(Heard):
-        def send(self, items: Sequence[DraftBound]) -> None:
-            for item in items:
-                if isinstance(item, Open | Commit):
-                    base = len(item.tokens) + (item.base if isinstance(item, Commit) else 0)
-                    ids = np.array([2 * base, 2 * base + 1], np.int32)
-                    tokens = np.array([(right[base] + 1) % 256, right[base]], np.int32)
-                    growth = Growth(item.session, base, ids, np.full(2, -base, np.int32), tokens,
-                                    np.array([-1.0, -2.0], np.float32))
-                    drafted.following.received(self, [growth], [])
-
-    drafted = plain_worker(tiny_folder, [], tokens=9, policy=PolicySection(always=True), prompt_lookup=False)
-    drafted.following.link_up(Forked(), HELLO)
-    committed = drafted.following.committed
-
-    def watched(batch: Sequence[Verified], step: Step) -> list[RoundRecord]:
-        ranks.extend(verified.ranks for verified in batch)
-        return committed(batch, step)
-
-    drafted.following.committed = watched  # type: ignore[method-assign, assignment]
-    while drafted.num_open:
-        drafted.poll()
-    assert ranks[0] is None and [*ranks[1]] == [2], "a root alone is a chain"
