@@ -81,7 +81,7 @@ def run(config: Config, serve: Serve, while_input: bool = False) -> None:
     """As ``main``, with a given configuration; errors are raised."""
     configure(config.log)
     raise_open_files_limit()
-    # Of asyncio's own loop each wake-up takes longer, and a round has four (docs/MEASUREMENTS.md).
+    # asyncio's own loop takes longer to wake up, and a round wakes loops four times (docs/MEASUREMENTS.md).
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(until_signalled(config, serve, while_input))
 
