@@ -33,7 +33,7 @@ MODULES = (
     "slipstream/drafting/tree.py", "slipstream/following/chains.py", "slipstream/following/followed.py",
     "slipstream/following/following.py", "slipstream/following/pool.py",
     "slipstream/protocol/messages.py", "slipstream/protocol/session.py", "slipstream/protocol/tree.py",
-    "slipstream/wire/codec.py", "draft_service/intake.py", "draft_service/worker.py", "target_service/loop.py",
+    "slipstream/wire/codec.py", "draft_service/worker.py", "target_service/loop.py",
     "target_service/sequence.py", "target_service/step.py")
 SHARED = "slipstream.compiled"  # what all of them are in; nothing of ours stands beside other people's packages
 

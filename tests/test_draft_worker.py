@@ -17,8 +17,7 @@ import torch
 
 from draft_service import assembly
 from draft_service.assembly import build
-from draft_service.intake import ROUND_TOKENS
-from draft_service.worker import DraftWorker
+from draft_service.worker import ROUND_TOKENS, DraftWorker
 from slipstream.base.config import Config, DraftSection, ModelSection
 from slipstream.base.errors import CapacityError, PairingError, RemoteProtocolError
 from slipstream.drafting.ngram import NgramDrafter

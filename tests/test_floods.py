@@ -14,8 +14,7 @@ import pytest
 from grpc import aio
 from structlog.testing import capture_logs
 
-from draft_service.intake import ROUND_TOKENS
-from draft_service.worker import DraftWorker
+from draft_service.worker import ROUND_TOKENS, DraftWorker
 from slipstream.base.config import TargetSection
 from slipstream.base.errors import RemoteProtocolError
 from slipstream.decision.beliefs import StepCosts
