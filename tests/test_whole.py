@@ -28,6 +28,8 @@ from tests.tiny import VOCAB, write_tiny_model
 
 CPU = torch.device("cpu")
 SHAPES = [(4, 3), (4, 4), (2, 3), (1, 5), (3, 2), (5, 1)]  # topk, num_steps
+SAMPLED = (Sampling(temperature=1.0, seed=5), Sampling(temperature=0.7, top_p=0.9, seed=1 << 63),
+           Sampling(temperature=1.5, top_k=6, seed=7), Sampling(temperature=0.3, min_p=0.1, seed=8))
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one layer", "two layers"])
@@ -94,7 +96,7 @@ def test_trees_are_those_that_grow_level_by_level(head: EagleHead, topk: int, st
 
 
 @pytest.mark.parametrize("equal", [False, True])
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, seed=5)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("sampling", [Sampling(), *SAMPLED], ids=["greedy", "sampled", "top_p", "top_k", "min_p"])
 def test_the_kernels_choose_the_rows_that_the_tree_chooses(head: EagleHead, equal: bool, sampling: Sampling,
                                                            monkeypatch: pytest.MonkeyPatch) -> None:
     """Else it would grow on level by level, and nothing but time would tell. equal: so are the logits of two tokens."""
@@ -120,10 +122,6 @@ def test_a_tree_goes_on_from_rows_beside_which_others_were_left_out(head: EagleH
         both.grow(sessions, [6, 7, 8, 9, 10, 11] * 2)
         both.grow(sessions)
     both.close()
-
-
-SAMPLED = (Sampling(temperature=1.0, seed=5), Sampling(temperature=0.7, top_p=0.9, seed=1 << 63),
-           Sampling(temperature=1.5, top_k=6, seed=7), Sampling(temperature=0.3, min_p=0.1, seed=8))
 
 
 @pytest.mark.parametrize(("topk", "steps"), SHAPES)

@@ -85,7 +85,7 @@ class GrowingTree:
         self.computed: list[int] = []  # without the root
         self.slots: Indices = NO_SLOTS  # KV of ``computed``
         self.frontier = [ROOT]
-        self.picks: list[int] = []  # which children of the level above the frontier is
+        self.picks: list[int] = []  # which candidates of the level above, ``width`` of each node, the frontier is
         # (parent, token) -> sent node that was not proposed again since the last commit
         self._sent_children: dict[tuple[int, int], int] = {}
 
@@ -137,13 +137,16 @@ class GrowingTree:
         assert len(children) == len(self.frontier)
         level: list[int] = []
         totals: list[float] = []
-        for node, (tokens, scores) in zip(self.frontier, children, strict=True):
+        candidates: list[int] = []  # of the level's nodes
+        for place, (node, (tokens, scores)) in enumerate(zip(self.frontier, children, strict=True)):
             node_score, depth = (0.0, 1) if node == ROOT else (self.scores[node], self.depths[node] + 1)
-            for token, score in zip(tokens[: self.width], scores[: self.width], strict=True):
+            both = zip(tokens[: self.width], scores[: self.width], strict=True)
+            for candidate, (token, score) in enumerate(both, place * self.width):
                 if not isfinite(score):
                     continue
                 total = node_score + min(0.0, score)
                 totals.append(total)
+                candidates.append(candidate)
                 if self._sent_children:
                     level.append(self.propose(node, token, total))
                     continue
@@ -158,14 +161,14 @@ class GrowingTree:
         if len(slots):
             self.slots = np.concatenate((self.slots, slots)) if len(self.slots) else slots
         self.begun = True
-        count = max(0, min(self.width, (MAX_HELD if self.ahead else MAX_NODES) - len(self.computed)))
-        picks = sorted(range(len(level)), key=totals.__getitem__, reverse=True)[:count]
+        most = max(0, min(self.width, (MAX_HELD if self.ahead else MAX_NODES) - len(self.computed)))
+        picks = sorted(range(len(level)), key=totals.__getitem__, reverse=True)[:most]
         if self.wanted:
             parents = set(nlargest(self.wanted - 1, range(len(self.scores)), key=self.scores.__getitem__))
             while picks and level[picks[-1]] not in parents:
                 picks.pop()
-        self.picks = sorted(picks)
-        self.frontier = [level[pick] for pick in self.picks]
+        picks.sort()
+        self.picks, self.frontier = [candidates[pick] for pick in picks], [level[pick] for pick in picks]
 
     def propose(self, parent: int, token: int, score: float) -> int:
         """Propose a child. Returns its number: of a sent node that is proposed again, or of a new one."""

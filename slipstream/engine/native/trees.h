@@ -121,6 +121,7 @@ void add_level(const Trees& trees, int64_t b, int64_t level, int64_t first, cons
     int64_t* picks = trees.picks + (b * trees.most_levels + level) * k;
     tree.width = 0;
     for (int64_t i = 0; i < k; i++) {
+        if (totals[order[i]] == -INFINITY) continue;  // a filter forbids its token
         int64_t rank = 1;
         for (int64_t other = 0; seed.wanted && other < before + candidates; other++) rank += precedes(other, order[i]);
         if (seed.wanted && rank >= seed.wanted) continue;
