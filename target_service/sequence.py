@@ -107,8 +107,7 @@ class Sequence:
         history = TokenHistory.of(sampling, request.tokens, num_prompt) if sampling.penalised else None
         followed = following.open(number, request.tokens, num_prompt, request.sampling, num_prompt + request.max_tokens,
                                   request.speculate, "" if span is None else span.parent)
-        plain_sampling = (not (sampling.path_dependent or sampling.logit_bias)
-                          and rule is None and request.top_logprobs is None)
+        plain_sampling = not sampling.adjusts and rule is None and request.top_logprobs is None
         return Sequence(number, request, sink, followed, history, span, rule, plain_sampling=plain_sampling)
 
     @property

@@ -287,7 +287,7 @@ class NoLevels:
     def reshape(self, topk: int, levels: int) -> None:
         pass
 
-    def supports(self, rows: int, levels: int, topk: int, noise: Sampling | None) -> bool:
+    def supports(self, rows: int, levels: int, topk: int, sampling: Sampling | None) -> bool:
         return rows <= 64
 
     def grow_trees(self, seeds: Sequence[Seed], topk: int, alone: bool = False) -> Grown:

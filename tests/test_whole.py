@@ -30,6 +30,10 @@ CPU = torch.device("cpu")
 SHAPES = [(4, 3), (4, 4), (2, 3), (1, 5), (3, 2), (5, 1)]  # topk, num_steps
 SAMPLED = (Sampling(temperature=1.0, seed=5), Sampling(temperature=0.7, top_p=0.9, seed=1 << 63),
            Sampling(temperature=1.5, top_k=6, seed=7), Sampling(temperature=0.3, min_p=0.1, seed=8))
+ADJUSTED = (Sampling(repetition_penalty=1.3), Sampling(frequency_penalty=0.5, presence_penalty=-0.7),
+            Sampling(logit_bias=((70, 1.5), (101, -100.0))), Sampling(min_tokens=12, stop_token_ids=(*range(60, 120),)),
+            Sampling(temperature=0.8, top_p=0.8, repetition_penalty=1.2, seed=9),
+            Sampling(temperature=1.0, presence_penalty=0.6, min_tokens=12, stop_token_ids=(*range(60, 120),), seed=10))
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one layer", "two layers"])
@@ -55,8 +59,8 @@ class Watched:
     def reshape(self, topk: int, levels: int) -> None:
         pass
 
-    def supports(self, rows: int, levels: int, topk: int, noise: Sampling | None) -> bool:
-        return self.backend.supports(rows, levels, topk, noise)
+    def supports(self, rows: int, levels: int, topk: int, sampling: Sampling | None) -> bool:
+        return self.backend.supports(rows, levels, topk, sampling)
 
     def grow_trees(self, seeds: Sequence[Seed], topk: int, alone: bool = False) -> Grown:
         self.calls.append(len(seeds))
@@ -96,7 +100,8 @@ def test_trees_are_those_that_grow_level_by_level(head: EagleHead, topk: int, st
 
 
 @pytest.mark.parametrize("equal", [False, True])
-@pytest.mark.parametrize("sampling", [Sampling(), *SAMPLED], ids=["greedy", "sampled", "top_p", "top_k", "min_p"])
+@pytest.mark.parametrize("sampling", [Sampling(), *SAMPLED, *ADJUSTED], ids=[
+    "greedy", "sampled", "top_p", "top_k", "min_p", "repetition", "frequency", "bias", "min_tokens", "all", "early"])
 def test_the_kernels_choose_the_rows_that_the_tree_chooses(head: EagleHead, equal: bool, sampling: Sampling,
                                                            monkeypatch: pytest.MonkeyPatch) -> None:
     """Else it would grow on level by level, and nothing but time would tell. equal: so are the logits of two tokens."""
@@ -134,6 +139,20 @@ def test_sampled_trees_are_those_that_grow_level_by_level(head: EagleHead, topk:
         for growth in both.grow([1, 2, 3, 4, 5], [12, 12, 12, 2, 12]):
             both.commit(growth.session, [*growth.tokens[: turn % 3].tolist(), turn])
     assert both.watched.calls == [5] * 4
+    both.close()
+
+
+@pytest.mark.parametrize(("topk", "steps"), SHAPES)
+def test_trees_under_penalties_and_bias_are_those_that_grow_level_by_level(head: EagleHead, topk: int,
+                                                                           steps: int) -> None:
+    """Beside others, in the same call; further on in the text more is penalised, and answers may end."""
+    both = WholeTrees(head, topk, steps)
+    for session, sampling in enumerate((ADJUSTED[0], Sampling(), *ADJUSTED[1:], SAMPLED[1]), start=1):
+        both.open(session, 7 + session, sampling)
+    for turn in range(5):
+        for growth in both.grow([*range(1, 9)], [12, 12, 12, 2, 12, 12, 12, 12]):
+            both.commit(growth.session, [*growth.tokens[: turn % 3].tolist(), 70 + turn % 2])
+    assert both.watched.calls == [8] * 5
     both.close()
 
 

@@ -71,8 +71,7 @@ class ChoiceRows:
     @property
     def adjusted(self) -> bool:
         """Whether anything changes the logits before they are filtered and drawn from."""
-        sampling = self.sampling
-        return sampling.path_dependent or bool(sampling.logit_bias) or self.allowed is not None
+        return self.sampling.adjusts or self.allowed is not None
 
     def part(self, cut: slice) -> ChoiceRows:
         """Some of its rows."""

@@ -116,15 +116,16 @@ class GraphBackend:
         """The captured graphs."""
         return list(self._graphs.values())
 
-    def supports(self, rows: int, levels: int, topk: int, noise: Sampling | None) -> bool:
+    def supports(self, rows: int, levels: int, topk: int, sampling: Sampling | None) -> bool:
         """See ``neural.TreeBackend``."""
         fits = rows <= MAX_PENDING_ROWS and levels <= self._shape.levels and topk == self._shape.topk
-        return fits and (noise is None or (self._supports_sampling and not is_narrow(noise))) and bool(self._shapes)
+        return fits and bool(self._shapes) and (sampling is None or (
+            self._supports_sampling and not sampling.adjusts and not is_narrow(sampling)))
 
     def grow_trees(self, seeds: Sequence[Seed], topk: int, _alone: bool = False) -> Grown:
         """See ``neural.TreeBackend``."""
         seeds, orders, parts = self._compute_older_rows(seeds), list[Indices](), list[Grown]()
-        is_sampled = np.array([seed.noise is not None for seed in seeds])
+        is_sampled = np.array([seed.sampling is not None for seed in seeds])
         for places, sampled in ((np.flatnonzero(~is_sampled), False), (np.flatnonzero(is_sampled), True)):
             if len(places):
                 group = [seeds[place] for place in places]
@@ -194,7 +195,7 @@ def is_narrow(sampling: Sampling) -> bool:
 def noise_keys(seeds: Sequence[Seed], shape: Shape) -> Indices:
     """[M, ROW_PARAMS]: the values of ``races.pack_row_params`` for B roots, then for the K rows of each in every
     level; rows of sessions beyond ``seeds`` hold arbitrary values."""
-    wanted = [(seed.noise or Sampling(), seed.base) for seed in seeds]
+    wanted = [(seed.sampling or Sampling(), seed.base) for seed in seeds]
     wanted += [(Sampling(temperature=1.0), 0)] * (shape.sessions - len(seeds))
     depths, count = range(1 + shape.levels), shape.sessions * (1 + shape.levels)
     params = pack_row_params([sampling for sampling, _ in wanted] * len(depths), [1] * count,

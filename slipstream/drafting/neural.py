@@ -6,8 +6,8 @@ Rules:
    its other rows are computed by the next ``grow`` or ``read``.
 2. Then trees grow one level at a time, ONE forward a level for all sessions (see ``tree.GrowingTree``). That is the
    specification. A ``TreeBackend`` (our CPU kernels in one call, or a captured graph on a GPU) grows a whole new tree
-   for sessions with few pending rows and without penalties or logit_bias. What is sent of them is the same, except
-   that a graph ranks without filters (``graph.is_narrow``).
+   for sessions with few pending rows. What is sent of them is the same, except that a graph ranks without filters
+   (``graph.is_narrow``).
 3. The host chooses each level's rows again from the scores that the backend returns, so ``tree.GrowingTree`` alone
    decides. Where the backend chose other rows, the tree is cut there and grows on level by level.
 4. A session without its target states or without free slots grows nothing; that is no error. Before slots run out, the
@@ -62,9 +62,9 @@ class TreeBackend(Protocol):
         """From now on trees have ``levels`` levels below the root's children, each of ``topk`` rows."""
         ...
 
-    def supports(self, rows: int, levels: int, topk: int, noise: Sampling | None) -> bool:
+    def supports(self, rows: int, levels: int, topk: int, sampling: Sampling | None) -> bool:
         """Whether it can grow such a tree for a session with ``rows`` pending rows. levels: below the root's children.
-        noise: the sampling whose keyed noise ranks the children; None: greedy."""
+        sampling: how children are ranked; None: greedily, by the logits as they are."""
         ...
 
     def grow_trees(self, seeds: Sequence[Seed], topk: int, alone: bool = False) -> Grown:
@@ -132,9 +132,9 @@ def _drop_unknown(seeded: list[tuple[DraftContext, Seed]],
 
 def _can_grow_whole(backend: TreeBackend, context: DraftContext, levels: int, topk: int) -> bool:
     rows = context.num_pending
-    return (levels > 0 and context.ranks_raw_logits and not context.tree.begun and rows > 0
+    return (levels > 0 and not context.tree.begun and rows > 0
             and context.first_pending + rows == len(context.tokens)
-            and backend.supports(rows, levels - 1, topk, context.noise))
+            and backend.supports(rows, levels - 1, topk, context.ranking))
 
 
 def _mark_computed(context: DraftContext, seed: Seed, states: torch.Tensor, picks: Indices) -> Indices:

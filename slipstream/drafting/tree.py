@@ -301,8 +301,7 @@ class DraftContext:
     window: int
     lag: int  # of the states that rows read: 1, or 0 for a network that reads none
     zero_fill: bool = True  # whether a row without a target state is computed with zeros; lag 1 only
-    ranks_raw_logits: bool = False  # without penalties and logit_bias; noise may be added
-    noise: Sampling | None = None  # whose keyed noise ranks children; None: greedy
+    ranking: Sampling | None = None  # how children are ranked; None: greedily, by the logits as they are
     start: int = 0  # position of the oldest row, if no row was left out
     origin: int = 0  # subtracted from positions before rotary embedding
     slots: Indices = field(default_factory=lambda: NO_SLOTS)  # [C] KV of rows start .. start + C - 1
@@ -314,9 +313,7 @@ class DraftContext:
     def __post_init__(self) -> None:
         # The token at 0 has no state before it, so a head's first row is the token at 1.
         self.start = self.origin = self.lag
-        sampling = self.sampling
-        self.ranks_raw_logits = not sampling.logit_bias and not sampling.path_dependent
-        self.noise = None if sampling.greedy else sampling
+        self.ranking = None if self.sampling.greedy and not self.sampling.adjusts else self.sampling
 
     @property
     def base(self) -> int:
@@ -405,8 +402,8 @@ class DraftContext:
         tokens = self.tokens[row:]
         states = self.take_inputs(len(tokens))
         assert states is not None
-        return Seed(tokens, states, row - self.origin, self.slots, slots, levels, len(self.tokens), self.noise,
-                    self.tree.wanted)
+        return Seed(tokens, states, row - self.origin, self.slots, slots, levels, self.base, self.ranking,
+                    self.base - self.prompt_len, self.history, self.tree.wanted)
 
     def restore_inputs(self, seed: Seed) -> None:
         """Put the seed's states back: its rows are pending again."""

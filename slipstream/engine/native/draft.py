@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from slipstream.choosing.logits import TokenHistory
 from slipstream.choosing.sampling import RUNNERS_UP
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.int8 import as_int8
@@ -37,7 +38,7 @@ from slipstream.engine.native.program import (
     Team,
     check_sizes,
 )
-from slipstream.engine.native.races import NativeRace, unadjusted_record
+from slipstream.engine.native.races import NativeRace, session_record
 from slipstream.protocol.requests import Sampling
 
 CHILD = np.dtype([("token", np.int64), ("score", np.float64)])
@@ -56,7 +57,9 @@ class Seed:
     slots: Indices  # [M + levels * K] for the pending rows and the tree's, level by level
     levels: int  # of the tree below the root's children
     base: int  # position of the root's children in the text, where the prompt's first token is 0
-    noise: Sampling | None  # rank children under this sampling's noise (it adjusts no logits); None: greedily
+    sampling: Sampling | None  # how children are ranked; None: greedily, by the logits as they are
+    num_output: int = 0  # answer tokens before the root's children
+    history: TokenHistory | None = None  # of the text up to the root; needed with penalties
     wanted: int = 0  # nodes that are sent of the tree: rows that cannot have children among them are left out; 0: all
 
 
@@ -86,7 +89,7 @@ class Trees(ctypes.Structure):
         ("body", ctypes.c_void_p), ("body_count", ctypes.c_int64), ("head logits", ctypes.c_void_p),
         ("logits_stride columns", ctypes.c_int64), ("normed states best", ctypes.c_void_p),
         ("sessions topk most_levels width window", ctypes.c_int64),
-        ("cos sin seeds vocabulary sampled", ctypes.c_void_p), ("runners_up", ctypes.c_int64),
+        ("cos sin seeds vocabulary choices", ctypes.c_void_p), ("runners_up", ctypes.c_int64),
         ("tokens pending_states kv_slots kv", ctypes.c_void_p), ("layer_stride", ctypes.c_int64),
         ("children picks known_levels row_states", ctypes.c_void_p)) for name in names.split())]
 
@@ -121,7 +124,7 @@ class Call:
         self._children = np.zeros((sessions, 1 + levels * topk, topk), CHILD)
         self._picks = np.zeros((sessions, levels, topk), np.int64)
         self._known = np.zeros(sessions, np.int64)
-        self._seeds = (ctypes.c_int64 * (8 * sessions))()
+        self._seeds = (ctypes.c_int64 * (9 * sessions))()
         trees.children, trees.picks, trees.known_levels = (
             made.__array_interface__["data"][0] for made in (self._children, self._picks, self._known))
         trees.seeds = ctypes.addressof(self._seeds)
@@ -129,18 +132,18 @@ class Call:
     def __call__(self, team: Team, seeds: Sequence[Seed], states: torch.Tensor, table: RopeTable) -> Grown:
         """states: bfloat16 [M, W] of all pending rows of ``seeds``; table: with rows for all positions."""
         trees, records, tokens, slots, begin = self._trees, list[int](), list[int](), list[Indices](), 0
-        sampled = list[bytes]()
+        choices, kept = list[bytes](), list[object]()
         for seed in seeds:
             records += (len(seed.tokens), begin, len(seed.context), seed.position, seed.levels, seed.base,
-                        -1 if seed.noise is None else len(sampled), seed.wanted)
-            if seed.noise is not None:
-                sampled.append(unadjusted_record(seed.noise))
+                        seed.num_output, -1 if seed.sampling is None else len(choices), seed.wanted)
+            if seed.sampling is not None:
+                choices.append(session_record(seed.sampling, seed.history, kept))
             tokens += seed.tokens
             slots += (seed.context, seed.slots)
             begin += len(seed.context) + len(seed.slots)
         self._seeds[:] = records
-        packed = array("B", b"".join(sampled))
-        trees.sampled = packed.buffer_info()[0]
+        packed = array("B", b"".join(choices))
+        trees.choices = packed.buffer_info()[0]
         pending, entries = (ctypes.c_int64 * len(tokens))(*tokens), np.concatenate(slots)
         rows = 1 + trees.most_levels * trees.topk
         row_states = torch.empty(len(seeds), rows, trees.width, dtype=torch.bfloat16)
@@ -203,12 +206,12 @@ class NativeDraft:
     def reshape(self, topk: int, levels: int) -> None:
         """Nothing: it grows trees of any shape."""
 
-    def supports(self, rows: int, levels: int, topk: int, noise: Sampling | None) -> bool:
+    def supports(self, rows: int, levels: int, topk: int, sampling: Sampling | None) -> bool:
         """Whether ``grow_trees`` can grow such a tree: at most MOST_PENDING pending ``rows`` and MOST_BITS tree rows, a
-        ``topk`` within the vocabulary, and with ``noise`` a vocabulary that its race supports."""
+        ``topk`` within the vocabulary, and with ``sampling`` a vocabulary that its race supports."""
         columns = self._head.packed.outer
         return (rows <= MOST_PENDING and topk <= columns and topk * levels <= MOST_BITS
-                and not (noise is not None and self.race.vocabulary(columns) is None))
+                and not (sampling is not None and self.race.vocabulary(columns) is None))
 
     def grow_trees(self, seeds: Sequence[Seed], topk: int, alone: bool = False) -> Grown:
         """The trees of all ``seeds``, at least one; KV of their rows is written. topk: K; a tree has at most MOST_BITS

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from slipstream.choosing.logits import TokenHistory
 from slipstream.choosing.noise import BLOCK
 from slipstream.choosing.sampling import ChoiceRows, Winners
 from slipstream.engine.native.program import LANES, RACE, Frame, Op, Team
@@ -132,9 +133,10 @@ def _record(session: ChoiceRows, first: int, num_ids: int, kept: list[object]) -
         len(session.rows))
 
 
-def unadjusted_record(sampling: Sampling) -> bytes:
-    """The record of a session without penalties, bias or grammar, for ``trees.h``."""
-    return _record(ChoiceRows(sampling, range(0), (), (), None, ()), 0, 0, [])
+def session_record(sampling: Sampling, history: TokenHistory | None, kept: list[object]) -> bytes:
+    """The record of a session without its rows, for ``trees.h``. history: needed with penalties; kept: see
+    ``_record``."""
+    return _record(ChoiceRows(sampling, range(0), (), (), history, ()), 0, 0, kept)
 
 
 def _at(numbers: array[Any]) -> int:

@@ -8,7 +8,8 @@
 //    of the next one. Scores are summed in float64, as the host does when it chooses again.
 // 2. With `wanted` nodes only those of the best `wanted` - 1 nodes are: no child of others would be sent.
 // 3. Sampled sessions are ranked under their noise (`races.h`). If the ranking of a row is not certain, only the
-//    levels down to this row count as known (`Trees::known_levels`); deeper ones are to be ignored.
+//    levels down to this row count as known (`Trees::known_levels`); deeper ones are to be ignored. Penalties and bias
+//    change a greedy session's logits where they are, in float32.
 // 4. The KV entries of a session are: its computed ones, its pending rows', then its tree's, level by level.
 
 #pragma once
@@ -27,7 +28,8 @@ struct Seed {                       // one session, as `draft.Call` packs it
     int64_t position;               // of the first pending row
     int64_t levels;                 // beyond the root's children, at most `most_levels`
     int64_t base;                   // position of the root's children in the text, from which their noise is made
-    int64_t sampled;                // which `ChoiceRows`; -1: greedy
+    int64_t output;                 // number of the answer's tokens before them
+    int64_t choice;                 // which `ChoiceRows`; -1: the greatest logits, as they are
     int64_t wanted;                 // nodes that are sent of the tree; 0: all may have children
 };
 
@@ -35,7 +37,7 @@ struct Trees {  // `draft.Trees` is the same
     const Op* body;  // tokens and states to states
     int64_t body_count;
     const Op* head;  // two operations: states to logits, and top-k of these
-    const float* logits;  // [C, .] buffer: the head's logits
+    float* logits;  // [C, .] buffer: the head's logits
     int64_t logits_stride, columns;
     bf16 *normed, *states;  // [C, W] buffers: input of the head; input of a child's row
     Child* best;            // [C, K] buffer: the head's top-k
@@ -43,7 +45,7 @@ struct Trees {  // `draft.Trees` is the same
     const float *cos, *sin;        // [P, D]
     const Seed* seeds;             // [B]
     const Vocabulary* vocabulary;  // of the columns
-    const ChoiceRows* sampled;     // how tokens are chosen in sampled sessions
+    const ChoiceRows* choices;     // how tokens are chosen, of sessions that are sampled or adjust logits
     int64_t runners_up;            // tokens beyond `topk` that count in the shares of sampled sessions
     const int64_t* tokens;         // of the pending rows of all sessions
     const bf16* pending_states;    // [., W] their states
@@ -79,6 +81,7 @@ struct Rows {  // the rows of one forward
 struct Node {  // a row of the newest level
     uint64_t word;
     double total;
+    std::vector<int64_t> path;  // tokens from below the root, of a session with `ChoiceRows`
 };
 
 Rows pending_rows(const Trees& trees) {
@@ -126,11 +129,13 @@ void add_level(const Trees& trees, int64_t b, int64_t level, int64_t first, cons
         for (int64_t other = 0; seed.wanted && other < before + candidates; other++) rank += precedes(other, order[i]);
         if (seed.wanted && rank >= seed.wanted) continue;
         int64_t pick = picks[tree.width] = order[i] - before, parent = pick / k, own = level * k + tree.width++;
-        Node node = {above[parent].word | uint64_t(1) << own, totals[order[i]]};
-        rows.add(trees.best[first * k + pick].token, seed.position + seed.rows + level,
+        int64_t token = trees.best[first * k + pick].token;
+        Node node = {above[parent].word | uint64_t(1) << own, totals[order[i]], above[parent].path};
+        if (seed.choice >= 0) node.path.push_back(token);
+        rows.add(token, seed.position + seed.rows + level,
                  trees.states + (first + parent) * trees.width, trees.kv_slots[entries + own]);
         rows.add_visibility(seed.begin, context, node.word, entries);
-        nodes.push_back(node);
+        nodes.push_back(std::move(node));
     }
     std::fill(picks + tree.width, picks + k, -1);
 }
@@ -142,38 +147,72 @@ void copy_results(const Trees& trees, int64_t b, int64_t place, int64_t width, i
     std::copy_n(trees.states + first * trees.width, width * trees.width, trees.row_states + to * trees.width);
 }
 
-// Ranks the head's logits for the newest rows of all sessions, `depth` levels below their roots.
-template <typename Run>
-void rank_children(const Trees& trees, const std::vector<Tree>& grown, int64_t depth, const Frame& frame, Run run) {
-    std::vector<ChoiceRows> sampled;
-    std::vector<int64_t> session_of, positions, owners;
-    int64_t first = 0;
-    for (int64_t b = 0; b < trees.sessions; first += grown[b++].width) {
-        const Seed& seed = trees.seeds[b];
-        if (seed.sampled < 0) continue;
-        sampled.push_back(trees.sampled[seed.sampled]), owners.push_back(b);
-        sampled.back().first = int64_t(session_of.size()), sampled.back().row = first;
-        session_of.insert(session_of.end(), grown[b].width, int64_t(sampled.size()) - 1);
-        positions.insert(positions.end(), grown[b].width, seed.base + depth);
+// Applies a greedy session's penalties, bias and stops to a row of logits.
+void adjust_logits(const Trees& trees, const ChoiceRows& session, int64_t output, const std::vector<int64_t>& path, float* x) {
+    Race race{*trees.vocabulary, session, x, trees.columns, nullptr, nullptr, {}, {}};
+    adjust_row(race, {output < session.min_tokens, path.data(), int64_t(path.size()), nullptr}, x);
+    for (const AdjustedLogit& one : race.adjusted) x[one.column] = float(one.value);
+}
+
+struct SampledRows {  // the newest rows of sampled sessions, as a `RaceCall` has them
+    std::vector<ChoiceRows> sessions;
+    std::vector<int64_t> session_of, positions, outputs, paths, path_ends, owners;
+
+    void add(const ChoiceRows& session, int64_t owner, int64_t row) {
+        sessions.push_back(session), owners.push_back(owner);
+        sessions.back().first = int64_t(session_of.size()), sessions.back().row = row;
     }
-    int64_t rows = int64_t(session_of.size()), k = trees.topk, most = k + trees.runners_up;
-    run(trees.head, rows < first ? 2 : 1, frame);
-    if (!rows) return;
-    std::vector<int64_t> none(rows), tokens(rows * most), sure(rows);
+    void add_row(int64_t position, int64_t output, const std::vector<int64_t>& path) {
+        session_of.push_back(int64_t(sessions.size()) - 1), positions.push_back(position), outputs.push_back(output);
+        paths.insert(paths.end(), path.begin(), path.end()), path_ends.push_back(int64_t(paths.size()));
+    }
+};
+
+// Ranks the logits of sampled rows under their noise.
+template <typename Run>
+void rank_sampled(const Trees& trees, const SampledRows& sampled, int64_t depth, Run run) {
+    int64_t rows = int64_t(sampled.session_of.size()), k = trees.topk, most = k + trees.runners_up;
+    std::vector<int64_t> tokens(rows * most), sure(rows);
     std::vector<double> scores(rows * most);
-    RaceCall call = {trees.vocabulary, sampled.data(), session_of.data(), positions.data(), none.data(), nullptr, none.data(),
-                   tokens.data(), scores.data(), sure.data(), most};
+    RaceCall call = {trees.vocabulary, sampled.sessions.data(), sampled.session_of.data(), sampled.positions.data(),
+                   sampled.outputs.data(), sampled.paths.data(), sampled.path_ends.data(), tokens.data(), scores.data(),
+                   sure.data(), most};
     Op op = {};
     op.kind = RACE, op.in = trees.logits, op.in_stride = trees.logits_stride, op.inner = trees.columns, op.extra = &call;
-    Frame race_frame = {};
-    race_frame.rows = rows;
-    run(&op, 1, race_frame);
+    Frame frame = {};
+    frame.rows = rows;
+    run(&op, 1, frame);
     for (int64_t place = 0; place < rows; place++) {
         Child* best = trees.best + row_of(call, place) * k;
         for (int64_t i = 0; i < k; i++) best[i] = {tokens[place * most + i], scores[place * most + i]};
-        int64_t& known_levels = trees.known_levels[owners[session_of[place]]];
+        int64_t& known_levels = trees.known_levels[sampled.owners[sampled.session_of[place]]];
         if (!sure[place]) known_levels = std::min(known_levels, depth);
     }
+}
+
+// Ranks the head's logits for the newest rows of all sessions (`nodes`), `depth` levels below their roots.
+template <typename Run>
+void rank_children(const Trees& trees, const std::vector<Tree>& grown, const std::vector<Node>& nodes, int64_t depth,
+                   const Frame& frame, Run run) {
+    const Seed* last = trees.seeds + trees.sessions;
+    if (std::all_of(trees.seeds, last, [](const Seed& seed) { return seed.choice < 0; }))
+        return run(trees.head, 2, frame);
+    run(trees.head, 1, frame);
+    SampledRows sampled;
+    int64_t row = 0;
+    for (int64_t b = 0; b < trees.sessions; b++) {
+        const Seed& seed = trees.seeds[b];
+        const ChoiceRows* session = seed.choice < 0 ? nullptr : trees.choices + seed.choice;
+        bool greedy = session && session->temperature == 0;
+        if (session && !greedy) sampled.add(*session, b, row);
+        for (int64_t end = row + grown[b].width; row < end; row++) {
+            const int64_t output = seed.output + depth;
+            if (greedy) adjust_logits(trees, *session, output, nodes[row].path, trees.logits + row * trees.logits_stride);
+            else if (session) sampled.add_row(seed.base + depth, output, nodes[row].path);
+        }
+    }
+    if (int64_t(sampled.session_of.size()) < row) run(trees.head + 1, 1, frame);
+    if (!sampled.session_of.empty()) rank_sampled(trees, sampled, depth, run);
 }
 
 // run: computes a list of operations (their address and number) for a frame.
@@ -189,9 +228,9 @@ void grow(const Trees& trees, Run run) {
     Frame roots = {};
     roots.rows = trees.sessions;
     std::vector<Tree> grown(trees.sessions);
-    rank_children(trees, grown, 0, roots, run);
-    for (int64_t b = 0; b < trees.sessions; b++) copy_results(trees, b, 0, 1, b);
     std::vector<Node> nodes(trees.sessions), next;
+    rank_children(trees, grown, nodes, 0, roots, run);
+    for (int64_t b = 0; b < trees.sessions; b++) copy_results(trees, b, 0, 1, b);
     for (int64_t level = 0; level < trees.most_levels; level++, nodes.swap(next)) {
         Rows rows{trees};
         next.clear();
@@ -208,7 +247,7 @@ void grow(const Trees& trees, Run run) {
         if (next.empty()) return;
         Frame frame = rows.frame();
         run(trees.body, trees.body_count, frame);
-        rank_children(trees, grown, 1 + level, frame, run);
+        rank_children(trees, grown, next, 1 + level, frame, run);
         first = 0;
         for (int64_t b = 0; b < trees.sessions; first += grown[b++].width)
             copy_results(trees, b, 1 + level * trees.topk, grown[b].width, first);
