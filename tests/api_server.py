@@ -1,8 +1,8 @@
 """A stand-in for the API server: EndpointSlices to list and watch over real HTTP, with faults on demand.
 
 It has history, so a watch goes on from where it stopped; ``forget`` drops it (410 Gone), ``cut`` breaks all watches,
-``stop`` and ``start`` are a restart on the same port, ``refuse`` answers everything with a status. Where ``token`` is
-set, who does not show it gets 401.
+``stop`` and ``start`` are a restart on the same port, ``refuse`` answers everything with a status, ``refuse_lists``
+each list. Where ``token`` is set, who does not show it gets 401.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class StandIn:
     def __init__(self, *versions: str) -> None:
         self.versions = versions or ("v1", "v1beta1")
         self.port = 0
-        self.refuse = 0
+        self.refuse = self.refuse_lists = 0
         self.token = ""
         self.lists = 0
         self.watched_s: list[float] = []  # when each watch began
@@ -118,8 +118,9 @@ class StandIn:
         address = urlsplit(target)
         asked = {key: values[0] for key, values in parse_qs(address.query).items()}
         self.paths.append(address.path)
-        if self.refuse:
-            return await self._json(writer, self.refuse, {"kind": "Status", "code": self.refuse})
+        is_list = address.path.endswith("/endpointslices") and asked.get("watch") != "true"
+        if status := self.refuse or (self.refuse_lists if is_list else 0):
+            return await self._json(writer, status, {"kind": "Status", "code": status})
         if address.path == f"{PREFIX}/":
             versions = [{"groupVersion": f"discovery.k8s.io/{v}", "version": v} for v in self.versions]
             return await self._json(writer, 200, {"name": "discovery.k8s.io", "versions": versions})

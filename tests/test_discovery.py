@@ -206,10 +206,10 @@ async def test_a_server_that_is_away_when_lists_are_due_is_told_of_once_and_so_i
         async with telling(tmp_path, rules=WatchRules(resync_s=0.05, backoff_min_s=0.01, backoff_max_s=0.05)) as f:
             await f.ready()
             await asyncio.sleep(0.2)
-            f.server.refuse = 503
+            f.server.refuse_lists = 503  # not a watch that follows a list: that would be another problem
             await eventually(lambda: not f.directory.in_sync)
             await asyncio.sleep(0.3)
-            f.server.refuse = 0
+            f.server.refuse_lists = 0
             await eventually(lambda: f.directory.in_sync)
     said = [line["event"] for line in logs if line["event"].startswith("slices")]
     assert said == ["slices listed", "slices not followed; the last list stands", "slices listed"], said
