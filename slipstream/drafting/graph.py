@@ -10,7 +10,8 @@ Rules:
    another way. One call writes every static buffer.
 4. No level waits for the host, so one graph holds the whole tree; one copy brings the result back.
 5. Greedy and sampled sessions have separate graphs; sampled ones are ranked with noise but without filters
-   (``is_narrow``). For a session that wants fewer levels all are computed, and only its own are returned.
+   (``is_narrow``), and none with penalties or bias. For a session that wants fewer levels all are computed, and only
+   its own are returned.
 6. A graph has room for the pending rows that one round leaves; a forward before it computes older ones. Where no graph
    can be replayed, no level of a tree is known. If capturing fails for a number of sessions, graphs for that many and
    more are given up with a warning; those for fewer stay.

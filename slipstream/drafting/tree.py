@@ -137,11 +137,11 @@ class GrowingTree:
         assert len(children) == len(self.frontier)
         level: list[int] = []
         totals: list[float] = []
-        candidates: list[int] = []  # of the level's nodes
+        candidates: list[int] = []  # which one each node of the level is
         for place, (node, (tokens, scores)) in enumerate(zip(self.frontier, children, strict=True)):
             node_score, depth = (0.0, 1) if node == ROOT else (self.scores[node], self.depths[node] + 1)
-            both = zip(tokens[: self.width], scores[: self.width], strict=True)
-            for candidate, (token, score) in enumerate(both, place * self.width):
+            ranked = zip(tokens[: self.width], scores[: self.width], strict=True)
+            for candidate, (token, score) in enumerate(ranked, place * self.width):
                 if not isfinite(score):
                     continue
                 total = node_score + min(0.0, score)

@@ -87,12 +87,7 @@ class Sampling:
     @property
     def adjusts(self) -> bool:
         """Whether it changes logits before they are filtered and drawn from."""
-        return self.path_dependent or bool(self.logit_bias)
-
-    @property
-    def path_dependent(self) -> bool:
-        """Whether the choice at a node depends on which tokens stand before it, beyond the logits."""
-        return self.penalised or self.min_tokens > 0
+        return self.penalised or self.min_tokens > 0 or bool(self.logit_bias)
 
     @property
     def penalised(self) -> bool:

@@ -58,8 +58,8 @@ class Seed:
     levels: int  # of the tree below the root's children
     base: int  # position of the root's children in the text, where the prompt's first token is 0
     sampling: Sampling | None  # how children are ranked; None: greedily, by the logits as they are
-    num_output: int = 0  # answer tokens before the root's children
-    history: TokenHistory | None = None  # of the text up to the root; needed with penalties
+    num_output: int  # answer tokens before the root's children
+    history: TokenHistory | None  # of the text up to the root; needed with penalties
     wanted: int = 0  # nodes that are sent of the tree: rows that cannot have children among them are left out; 0: all
 
 
