@@ -49,7 +49,7 @@ import torch
 
 from slipstream.base.errors import DeviceFull
 from slipstream.choosing.sampling import GREEDY, ChoiceRows, Draws, choose, greatest, log_probabilities, uniform_draws
-from slipstream.choosing.scores import chosen_logprobs, prompt_scores
+from slipstream.choosing.scores import ScoredRows, chosen_logprobs, prompt_scores
 from slipstream.choosing.transfer import to_device
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.runner import ModelRunner
@@ -427,7 +427,7 @@ def _outcomes(trees: Trees, levels: abc.Sequence[list[int]], choice_rows: list[C
               known_nodes: abc.Mapping[int, frozenset[int]], choices: abc.Sequence[int], logits: torch.Tensor,
               thresholds: Thresholds) -> list[Outcome]:
     """Walk all trees. No slot changes its owner yet, because the device may still run out of memory here."""
-    outcomes, first = list[Outcome](), 0
+    outcomes, scored, first = list[Outcome](), dict[int, ScoredRows](), 0
     for place, ((sequence, tree), level) in enumerate(zip(trees, levels, strict=True)):
         end = first + len(level)
         target_choices, lenient = choices[first:end], 0
@@ -441,11 +441,14 @@ def _outcomes(trees: Trees, levels: abc.Sequence[list[int]], choice_rows: list[C
         if lossy:
             lenient = sum(target_choices[node] != token for node, token in zip(path, verdict.tokens, strict=True))
         ranks = None if max(level) == len(level) - 1 else path[1:]
-        num_top = sequence.request.top_logprobs
-        logprobs = () if num_top is None else tuple(
-            chosen_logprobs(logits, choice_rows[place], path, verdict.tokens, num_top, sequence.request.logprobs_mode))
-        outcomes.append(Outcome(sequence, tree, verdict, ranks, logprobs, lossy, lenient))
+        request = sequence.request
+        if request.top_logprobs is not None:
+            scored[place] = ScoredRows(choice_rows[place], path, verdict.tokens, request.top_logprobs,
+                                       request.logprobs_mode)
+        outcomes.append(Outcome(sequence, tree, verdict, ranks, (), lossy, lenient))
         first = end
+    for place, told in zip(scored, chosen_logprobs(logits, list(scored.values())) if scored else (), strict=True):
+        outcomes[place] = outcomes[place]._replace(logprobs=tuple(told))
     return outcomes
 
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from slipstream.choosing.logits import TokenHistory
 from slipstream.choosing.noise import best_under_noise, noise, row_keys
 from slipstream.choosing.sampling import ChoiceRows, choose, rank, ranked
-from slipstream.choosing.scores import chosen_logprobs
+from slipstream.choosing.scores import ScoredRows, chosen_logprobs
 from slipstream.protocol.requests import Sampling, TokenLogprob
 from tests.scored import adjusted
 
@@ -414,7 +414,7 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
 
     def told(top: int) -> list[TokenLogprob]:
         session = rows_of(Sampling(temperature=0.5), range(2))
-        return chosen_logprobs(logits, session, [0, 1], [0, 0], top, "raw")
+        return chosen_logprobs(logits, [ScoredRows(session, [0, 1], [0, 0], top, "raw")])[0]
 
     rows = told(2)
     law = torch.log_softmax(logits.double(), 1)

@@ -29,7 +29,7 @@ from slipstream.base.config import TargetSection
 from slipstream.base.errors import Unavailable
 from slipstream.choosing.permitted import Permitted
 from slipstream.choosing.sampling import ChoiceRows
-from slipstream.choosing.scores import chosen_logprobs
+from slipstream.choosing.scores import ScoredRows, chosen_logprobs
 from slipstream.client import AsyncClient
 from slipstream.decision.beliefs import StepCosts
 from slipstream.following.following import Following
@@ -271,10 +271,27 @@ def test_the_modes_of_log_probabilities_are_what_they_say(mode: LogprobsMode) ->
         row[row < row.topk(4).values[-1]] = -math.inf
     law = torch.log_softmax(row, 0)
     token = int(law.argmax())
-    (told,) = chosen_logprobs(logits, session, [1], [token], 6, mode)
+    ((told,),) = chosen_logprobs(logits, [ScoredRows(session, [1], [token], 6, mode)])
     assert told.logprob == pytest.approx(float(law[token]), abs=1e-12)
     assert len(told.top) == (4 if mode == "processed" else 6)
     assert all(logged == pytest.approx(float(law[i]), abs=1e-12) for i, logged in told.top)
+
+
+@pytest.mark.parametrize("width", [20, 64 * 64])  # the best of wide rows are found block by block
+def test_log_probabilities_of_a_session_do_not_depend_on_those_beside_it(width: int) -> None:
+    logits = torch.randn(12, width, generator=torch.Generator().manual_seed(2))
+    samplings = [Sampling(), Sampling(temperature=0.7, seed=1), Sampling(temperature=1.0, top_p=0.8),
+                 Sampling(logit_bias=((3, 1.5),))]
+    asked = [ScoredRows(ChoiceRows(sampling, range(3 * i, 3 * i + 3), [4] * 3, [0] * 3, None, [()] * 3), [0, 2],
+                        [7, i], top, mode)
+             for mode in ("raw", "tempered", "processed") for top in (0, 3) for i, sampling in enumerate(samplings)]
+    together = chosen_logprobs(logits, asked)
+    assert together == [chosen_logprobs(logits, [one])[0] for one in asked]
+    for one, told in zip(asked, together, strict=True):
+        if one.mode == "raw":
+            law = torch.log_softmax(logits[one.rows()].double(), 1)
+            assert [token.logprob for token in told] == [law[0, 7].item(), law[1, one.tokens[1]].item()]
+            assert [[i for i, _ in token.top] for token in told] == law.topk(one.top).indices.tolist()
 
 
 @pytest.fixture

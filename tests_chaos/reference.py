@@ -17,7 +17,7 @@ import torch
 from slipstream.choosing.logits import TokenHistory
 from slipstream.choosing.permitted import Permitted
 from slipstream.choosing.sampling import ChoiceRows, choose
-from slipstream.choosing.scores import chosen_logprobs, prompt_scores
+from slipstream.choosing.scores import ScoredRows, chosen_logprobs, prompt_scores
 from slipstream.grammar.matcher import Matcher, StopTokens
 from slipstream.protocol.identity import Identity
 from slipstream.protocol.requests import NEEDS, Finish, Piece, Request, TargetInfo
@@ -102,7 +102,7 @@ class Whole:
         finish: Finish = ("stop" if tokens[0] in request.sampling.stop_token_ids
                           else "length" if count + 1 == request.max_tokens else "")
         logged = () if request.top_logprobs is None else tuple(
-            chosen_logprobs(logits, rows, [0], tokens, request.top_logprobs, request.logprobs_mode))
+            chosen_logprobs(logits, [ScoredRows(rows, [0], tokens, request.top_logprobs, request.logprobs_mode)])[0])
         if rule is not None:
             known = rule.commit(() if finish == "stop" else tokens)
             if rule.ended:

@@ -165,7 +165,7 @@ def survivors(logits: torch.Tensor, temperature: torch.Tensor, samplings: Sequen
     first = FIRST_WIDTH_CPU if logits.device.type == "cpu" else FIRST_WIDTH
     width = max(first, at_least, *(limit + 1 for limit in limits if limit < vocab))
     while True:
-        values, columns = _best(logits, min(width, vocab))
+        values, columns = best_of_rows(logits, min(width, vocab))
         values = (values.to(torch.float64) - highest).div_(temperature).sub_(log_mass)
         inside_k = (values > -math.inf) & (values >= _value_at(values, top_k - 1))
         keep = inside_k & _nucleus(values, inside_k, top_p, top_k < vocab) & (values >= values[:, :1] + min_p)
@@ -176,7 +176,7 @@ def survivors(logits: torch.Tensor, temperature: torch.Tensor, samplings: Sequen
         width = width * 8 if width < 4096 else vocab
 
 
-def _best(logits: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+def best_of_rows(logits: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The ``width`` best of each row in descending order, and their columns."""
     rows, vocab = logits.shape
     blocks = vocab // BLOCK

@@ -13,33 +13,78 @@ R rows · V vocabulary
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
+from slipstream.choosing.logits import best_of_rows, is_filtered
 from slipstream.choosing.sampling import ChoiceRows, adjusted_rows, log_probabilities
 from slipstream.choosing.transfer import to_device
 from slipstream.protocol.requests import LogprobsMode, PromptScores, TokenLogprob
 
-ROWS_AT_ONCE_CPU, ROWS_AT_ONCE = 16, 64
+PROMPT_ROWS_CPU, CELLS_CPU, ROWS_AT_ONCE = 16, 100_000, 64  # a CPU's cells of a copy in float64 stay in its cache
 
 
-def chosen_logprobs(logits: torch.Tensor, session: ChoiceRows, nodes: Sequence[int], chosen: Sequence[int], top: int,
-                    mode: LogprobsMode) -> list[TokenLogprob]:
-    """The log probabilities of ``chosen`` and of the ``top`` best tokens at some ``nodes`` (numbers of the session's
-    rows, from 0) of ``logits`` [R, V]. mode: see rule 1."""
-    rows = logits[[session.rows.start + node for node in nodes]]
-    if mode == "raw":
-        return _token_logprobs(torch.log_softmax(rows.to(torch.float64), 1), chosen, top)
-    own = replace(session, rows=range(len(nodes)), positions=[session.positions[node] for node in nodes],
-                  num_output=[session.num_output[node] for node in nodes],
-                  paths=[session.paths[node] for node in nodes],
-                  allowed=None if session.allowed is None else session.allowed[list(nodes)])
-    if mode == "processed" and not own.sampling.greedy:
-        return _token_logprobs(log_probabilities(rows, own), chosen, top)
-    temperature = 1.0 if own.sampling.greedy else own.sampling.temperature
-    return _token_logprobs(torch.log_softmax(adjusted_rows(rows, own) / max(temperature, 1e-300), 1), chosen, top)
+@dataclass(frozen=True, slots=True)
+class ScoredRows:
+    """Some of a session's rows, and the tokens that were chosen there."""
+
+    session: ChoiceRows
+    nodes: Sequence[int]  # numbers of the session's rows, from 0
+    tokens: Sequence[int]
+    top: int  # of the best tokens, told with each
+    mode: LogprobsMode
+
+    @property
+    def temperature(self) -> float | None:
+        """What its logits are divided by, where nothing else changes them; None: something does."""
+        sampling = self.session.sampling
+        if self.mode == "raw":
+            return 1.0
+        if self.session.adjusted or (self.mode == "processed" and not sampling.greedy and is_filtered(sampling)):
+            return None
+        return 1.0 if sampling.greedy else max(sampling.temperature, 1e-300)
+
+    def own_scores(self, logits: torch.Tensor) -> torch.Tensor:
+        """float64 [r, V]: the log probabilities in its rows, for themselves."""
+        rows, session, nodes = logits[self.rows()], self.session, self.nodes
+        own = replace(session, rows=range(len(nodes)), positions=[session.positions[node] for node in nodes],
+                      num_output=[session.num_output[node] for node in nodes],
+                      paths=[session.paths[node] for node in nodes],
+                      allowed=None if session.allowed is None else session.allowed[list(nodes)])
+        if self.mode == "processed" and not own.sampling.greedy:
+            return log_probabilities(rows, own)
+        temperature = 1.0 if own.sampling.greedy else own.sampling.temperature
+        return torch.log_softmax(adjusted_rows(rows, own) / max(temperature, 1e-300), 1)
+
+    def rows(self) -> list[int]:
+        """Of the logits."""
+        return [self.session.rows.start + node for node in self.nodes]
+
+
+def chosen_logprobs(logits: torch.Tensor, sessions: Sequence[ScoredRows]) -> list[list[TokenLogprob]]:
+    """What each session is told of its tokens. logits: [R, V]. Rows that no penalty, mask or filter changes are
+    computed together, a bounded number at once."""
+    told: list[list[TokenLogprob]] = [[] for _ in sessions]
+    together = defaultdict[int, list[tuple[int, int, float, int]]](list)  # by top: session, row, temperature, token
+    for place, session in enumerate(sessions):
+        if (temperature := session.temperature) is None:
+            told[place] = _token_logprobs(session.own_scores(logits), session.tokens, session.top)
+        else:
+            together[session.top] += [(place, row, temperature, token)
+                                      for row, token in zip(session.rows(), session.tokens, strict=True)]
+    most, device = _rows_at_once(logits), logits.device
+    for top, asked in together.items():
+        for first in range(0, len(asked), most):
+            places, rows, temperatures, tokens = zip(*asked[first : first + most], strict=True)
+            scaled = logits.index_select(0, to_device(rows, device)).to(torch.float64, copy=True)
+            if any(temperature != 1.0 for temperature in temperatures):
+                scaled /= to_device(temperatures, device, torch.float64)[:, None]
+            for place, token in zip(places, _token_logprobs(torch.log_softmax(scaled, 1), tokens, top), strict=True):
+                told[place].append(token)
+    return told
 
 
 def prompt_scores(states: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor], tokens: Sequence[int], start: int,
@@ -52,21 +97,27 @@ def prompt_scores(states: torch.Tensor, head: Callable[[torch.Tensor], torch.Ten
 
 def _parts(states: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor], tokens: Sequence[int],
            top: int) -> Iterator[tuple[torch.Tensor, ...]]:
-    step = ROWS_AT_ONCE_CPU if states.device.type == "cpu" else ROWS_AT_ONCE
+    step = PROMPT_ROWS_CPU if states.device.type == "cpu" else ROWS_AT_ONCE
     for first in range(0, len(tokens), step):
         logits = head(states[first : first + step])
         scores = torch.log_softmax(logits.to(torch.float64), 1)
         own = scores.gather(1, to_device(tokens[first : first + step], states.device)[:, None])
-        best = scores.topk(min(top, scores.shape[1]), 1)
-        yield own[:, 0], (scores > own).sum(1) + 1, best.indices.flatten(), best.values.flatten()
+        best, ids = best_of_rows(scores, min(top, scores.shape[1]))
+        yield own[:, 0], (scores > own).sum(1) + 1, ids.flatten(), best.flatten()
 
 
 def _token_logprobs(scores: torch.Tensor, chosen: Sequence[int], top: int) -> list[TokenLogprob]:
     """scores: log probabilities, float64 [R, V]; tokens of -inf cannot be chosen, so they are no alternatives."""
-    own = scores.gather(1, to_device(chosen, scores.device)[:, None])[:, 0].tolist()
+    own = scores.gather(1, to_device(chosen, scores.device)[:, None])
     if top == 0:
-        return [TokenLogprob(value) for value in own]
-    best, ids = scores.topk(min(top, scores.shape[1]), 1)
-    return [TokenLogprob(value, tuple((token, logged) for token, logged in zip(row_ids, row_best, strict=True)
-                                      if logged > -math.inf))
-            for value, row_ids, row_best in zip(own, ids.tolist(), best.tolist(), strict=True)]
+        return [TokenLogprob(value) for value in own[:, 0].tolist()]
+    values, ids = best_of_rows(scores, min(top, scores.shape[1]))
+    told: list[list[float]] = torch.cat([own, values, ids], 1).tolist()  # one copy; ids are exact in float64
+    width = values.shape[1]
+    return [TokenLogprob(row[0], tuple((int(token), logged) for token, logged
+                                       in zip(row[1 + width :], row[1 : 1 + width], strict=True)
+                                       if logged > -math.inf)) for row in told]
+
+
+def _rows_at_once(logits: torch.Tensor) -> int:
+    return max(1, CELLS_CPU // logits.shape[1]) if logits.device.type == "cpu" else ROWS_AT_ONCE
