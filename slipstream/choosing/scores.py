@@ -20,11 +20,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from slipstream.choosing.logits import best_of_rows, is_filtered
-from slipstream.choosing.sampling import ChoiceRows, adjusted_rows, log_probabilities
+from slipstream.choosing.sampling import CELLS_AT_ONCE_CPU, ROWS_AT_ONCE, ChoiceRows, adjusted_rows, log_probabilities
 from slipstream.choosing.transfer import to_device
 from slipstream.protocol.requests import LogprobsMode, PromptScores, TokenLogprob
 
-PROMPT_ROWS_CPU, CELLS_CPU, ROWS_AT_ONCE = 16, 100_000, 64  # a CPU's cells of a copy in float64 stay in its cache
+PROMPT_ROWS_CPU = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ def chosen_logprobs(logits: torch.Tensor, sessions: Sequence[ScoredRows]) -> lis
     for top, asked in together.items():
         for first in range(0, len(asked), most):
             places, rows, temperatures, tokens = zip(*asked[first : first + most], strict=True)
-            scaled = logits.index_select(0, to_device(rows, device)).to(torch.float64, copy=True)
+            scaled = logits.index_select(0, to_device(rows, device)).to(torch.float64)
             if any(temperature != 1.0 for temperature in temperatures):
                 scaled /= to_device(temperatures, device, torch.float64)[:, None]
             for place, token in zip(places, _token_logprobs(torch.log_softmax(scaled, 1), tokens, top), strict=True):
@@ -120,4 +120,4 @@ def _token_logprobs(scores: torch.Tensor, chosen: Sequence[int], top: int) -> li
 
 
 def _rows_at_once(logits: torch.Tensor) -> int:
-    return max(1, CELLS_CPU // logits.shape[1]) if logits.device.type == "cpu" else ROWS_AT_ONCE
+    return max(1, CELLS_AT_ONCE_CPU // logits.shape[1]) if logits.device.type == "cpu" else ROWS_AT_ONCE
