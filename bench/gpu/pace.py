@@ -1,5 +1,5 @@
-"""Stages ``choose``, ``decode``, ``graphs``, ``fp8``, ``tree`` and ``fused`` of ``make gpu``: how long does choosing
-take, a step of an 8B model, a tree of its head, a layer?
+"""Stages ``choose``, ``graphs``, ``fp8`` and ``tree`` of ``make gpu``: how long does choosing take, a step of an 8B
+model, a tree of its head?
 
 Rules:
 1. A time is what a service would see: from the host's lists to numbers on the host again.
@@ -13,7 +13,6 @@ It knows nothing about whether results are right: see ``tests/test_device.py``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -33,7 +32,6 @@ from bench.gpu.stage import (
     device_events,
     device_race,
     free_memory,
-    fused_operations,
     median_s,
     paged_attention,
     pool_for,
@@ -52,7 +50,6 @@ from slipstream.engine.fp8 import with_fp8
 from slipstream.engine.graphs import GraphedDecoder
 from slipstream.engine.model import CausalModel, ModelConfig
 from slipstream.engine.ops.fused import operations_for, rounding_for
-from slipstream.engine.ops.layer import TORCH, DecoderLayer, LayerOps, LayerWeights, Rope, Step, linear
 from slipstream.engine.ops.races import race_for, supports
 from slipstream.protocol.messages import Commit, Features, Open
 from slipstream.protocol.requests import Sampling
@@ -63,8 +60,6 @@ CONTEXT, LONG, DEEP = 256, 4096, 1024
 RATIOS = {8: "<= 1.03", 16: "<= 1.05", 32: "<= 1.08", 64: "<= 1.15"}
 RATES = {8: "1210 modelled on H100", 32: "4111 modelled on H100", 64: "6823 modelled on H100"}
 TOPK, STEPS, NODES = 8, 9, 60  # of a tree; the root's own row is a step without a loop
-LISTED = ("T = 1", 1)  # the choice whose kernels are listed, and its rows
-LAYERS = 16  # of one graph: what its start takes is shared among them
 
 
 def stepper(model: CausalModel, slots: int) -> Callable[[int, int, int], Part]:
@@ -132,10 +127,6 @@ def steps_of(model: CausalModel, options: StageOptions, expected: str = ">= 0.80
     free_memory()
 
 
-def decode_stage(options: StageOptions) -> Iterator[Finding]:
-    yield from steps_of(decoder_of(options.config, options), options)
-
-
 def graphs_stage(options: StageOptions) -> Iterator[Finding]:
     model = graphed(options)
     yield from steps_of(model, options, spare_slots=model.spare_slots)
@@ -174,8 +165,6 @@ def choose_stage(options: StageOptions) -> Iterator[Finding]:
                 choosing = partial(choose, logits[:rows], choices, None, race)
                 yield Finding(label, 1e6 * median_s(choosing, options.device, options.repeats), "us", "< 200 on H100")
                 yield from device_work(label, choosing, options)
-            elif (name, rows) == LISTED:
-                yield from device_work(what, choosing, options, max_kernels=MAX_KERNELS // 2)
 
 
 def tree_stage(options: StageOptions) -> Iterator[Finding]:
@@ -220,38 +209,3 @@ class Grower:
         assert spec is not None
         rows = torch.ones(count, spec.width, dtype=torch.bfloat16)
         return Features(1, start, rows.view(torch.uint8).numpy().tobytes(), count, "bfloat16")
-
-
-def fused_stage(options: StageOptions) -> Iterator[Finding]:
-    """``options.shape``: rows."""
-    operations, rows = fused_operations(options.device), int(options.shape)
-    times_s = {}
-    for name, ops in (("torch's", TORCH), ("fused", operations)):
-        run, what = layers_in_graph(ops, options, rows), f"{LAYERS} layers of {rows} rows, {name} operations"
-        times_s[name] = median_s(run, options.device, options.repeats)
-        yield Finding(what, 1e3 * times_s[name], "ms")
-        yield from device_work(what, run, options)
-        free_memory()
-    yield Finding(f"layers of {rows} rows, fused by torch's", times_s["fused"] / times_s["torch's"], "ratio", "< 1")
-
-
-def layers_in_graph(ops: LayerOps, options: StageOptions, rows: int) -> Part:
-    """``LAYERS`` layers of random weights on random rows; each reads weights that no cache holds."""
-    config = options.config
-    single = replace(config, num_layers=1)
-    tensors = random_tensors({name: shape for name, shape in decoder_shapes(single).items() if ".layers." in name},
-                             torch.bfloat16, options.device)
-    layer = DecoderLayer(LayerWeights.from_tensors(single, tensors, "model.layers.0", linear), ops)
-    kv = torch.zeros(rows, 2, config.num_kv_heads, config.head_dim, dtype=torch.bfloat16, device=options.device)
-    states = torch.randn(rows, config.hidden_size, dtype=torch.bfloat16, device=options.device)
-    places = torch.arange(rows, device=options.device)
-    step = Step(places, places, Rope(config, torch.bfloat16, options.device), lambda q, kv: q.reshape(rows, -1))
-
-    @torch.inference_mode()
-    def run() -> None:
-        x, read = states, layer.norm_input(states)
-        for _ in range(LAYERS):
-            x, read = layer(x, read, step, kv, layer.weights.norm)
-
-    run_and_replay = (run, capture_of(options)(run))  # a graph holds none of the tensors that it reads: ``run`` does
-    return lambda: run_and_replay[1]()

@@ -9,7 +9,6 @@ from bench.gpu.job import Job
 
 HEADS = ("128x4", "128x8", "128x1", "64x3", "64x7")  # numbers of a head x query heads of a KV head
 SESSIONS = ("1", "8", "64")
-ROWS = ("1", "9", "64")
 
 JOBS = (
     Job("info", "bench.gpu.machine:info_stage", 30.0),
@@ -17,7 +16,6 @@ JOBS = (
     Job("equal", "bench.gpu.machine:equal_stage", 45.0),
     *(Job("profile", "bench.gpu.profile:profile_stage", 45.0, sessions) for sessions in (SESSIONS[0], SESSIONS[-1])),
     Job("graphs", "bench.gpu.pace:graphs_stage", 60.0),
-    *(Job("fused", "bench.gpu.pace:fused_stage", 30.0, rows) for rows in ROWS),
     Job("choose", "bench.gpu.pace:choose_stage", 60.0),
     Job("tree", "bench.gpu.pace:tree_stage", 60.0),
     Job("fp8", "bench.gpu.pace:fp8_stage", 60.0),
@@ -25,6 +23,5 @@ JOBS = (
     *(Job("served", "bench.gpu.served:served_stage", 120.0, sessions) for sessions in SESSIONS),
     Job("answers", "bench.gpu.answers:answers_stage", 90.0),
     *(Job("kernel", "bench.gpu.machine:kernel_stage", 30.0, heads) for heads in HEADS[1:]),
-    Job("decode", "bench.gpu.pace:decode_stage", 60.0),
 )
 STAGES = tuple(dict.fromkeys(job.stage for job in JOBS))

@@ -5,8 +5,8 @@ devices; a draft service with a timed device, over gRPC on loopback. ``host_us``
 thread in the proposer, ``beside_us`` that of all other threads of the process in that time; ``propose_ms`` is the
 whole time there, waiting for the draft included. ``drafted`` is the share of requests that got a chain.
 
-In the proposer the policy's clock goes at a hundredth of its speed. So every draft pays, and the same work is measured
-on any machine, however busy. As vLLM does, the process freezes its heap once all is loaded.
+The policy always drafts, so the same work is measured on any machine, however busy. As vLLM does, the process freezes
+its heap once all is loaded.
 
 It needs no vLLM. As ``make bench-vllm`` runs it, modules are compiled as they are in a wheel; in a checkout they are
 not.
@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
-import queue
 import statistics
 import time
 from collections.abc import Sequence
@@ -35,7 +34,6 @@ from bench.timed import stream_prompt, timed_services
 from slipstream.base.config import LogSection
 from slipstream.following import following
 from slipstream.following.chains import Chains
-from slipstream.following.following import Event, Inbox
 from slipstream.observe.log import configure
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.protocol.messages import PROTOCOL_VERSION, TargetHello
@@ -44,7 +42,6 @@ from slipstream.simulate.timed import MAX_CONTEXT, VOCAB, SyntheticText, Timing
 BATCHES = (1, 8, 64)
 CHAIN = 4
 CONNECT_S = 30.0
-PACE = 0.01  # of the policy's clock in the proposer
 GOAL_US, GOAL_EACH_US = 500.0, 20.0
 HELLO = TargetHello(PROTOCOL_VERSION, 0, "bench", VOCAB, "", 1, 1, MAX_CONTEXT)
 
@@ -100,34 +97,13 @@ class SleepingRunner:
         return new
 
 
-class SlowClock:
-    """The policy's clock, which can run slower than real time, and a queue whose waits follow it."""
-
-    def __init__(self) -> None:
-        self._since = 0.0, time.monotonic(), 1.0  # seconds, real ones, pace: at once, as links read it
-        self._events = queue.SimpleQueue[Event | None]()
-        self.put = self._events.put
-
-    def __call__(self) -> float:
-        seconds, real_s, pace = self._since
-        return seconds + pace * (time.monotonic() - real_s)
-
-    def turn(self, pace: float) -> None:
-        """Run at ``pace`` times real time from now on."""
-        self._since = self(), time.monotonic(), pace
-
-    def get(self, block: bool = True, timeout: float | None = None) -> Event | None:
-        return self._events.get(block, timeout and timeout / self._since[2])
-
-
 class Proposer:
     """The proposer under test, connected to ``runner``."""
 
     def __init__(self, runner: SleepingRunner, options: Options) -> None:
         """Raises ConfigError."""
-        self._runner, self._clock = runner, SlowClock()
-        metrics = TargetMetrics("bench")
-        self._chains = Chains(options.section(CHAIN), metrics, self._clock, inbox=Inbox(self._clock, self._clock))
+        self._runner, metrics = runner, TargetMetrics("bench")
+        self._chains = Chains(options.section(CHAIN), metrics)
         Links(options, HELLO, self._chains.following, metrics)
         self._proposed: Sequence[Sequence[int]] = [[]] * runner.count
 
@@ -135,13 +111,11 @@ class Proposer:
         """Do one step. Returns its measurements."""
         runner, chains = self._runner, self._chains
         output, sampled = runner.step(self._proposed)
-        self._clock.turn(PACE)
         began_s, all_ns, own_ns = time.perf_counter(), time.process_time_ns(), time.thread_time_ns()
         rows = rows_of(runner, output, sampled)
         self._proposed = chains.step(rows, output.finished_req_ids, output.total_num_scheduled_tokens)
         own_us, all_us = (time.thread_time_ns() - own_ns) / 1e3, (time.process_time_ns() - all_ns) / 1e3
         spent_ms = 1e3 * (time.perf_counter() - began_s)
-        self._clock.turn(1.0)
         return {"host_us": own_us, "beside_us": all_us - own_us, "propose_ms": spent_ms,
                 "drafted": sum(map(bool, self._proposed)) / runner.count,
                 "tokens_a_step": sum(map(len, sampled)) / runner.count}
@@ -150,7 +124,7 @@ class Proposer:
 async def measure(count: int, timing: Timing, steps: int) -> Row:
     """Measure one batch size. Raises Unavailable."""
     async with timed_services(timing, targets=0) as rig:
-        options = Options((rig.drafts[0].address,), prompt_lookup=False)
+        options = Options((rig.drafts[0].address,), prompt_lookup=False, always=True)
         return await asyncio.to_thread(_steps, count, timing, steps, options)
 
 
