@@ -296,8 +296,9 @@ def test_history_is_kept_only_where_it_is_needed() -> None:
     only_answer = TokenHistory.of(Sampling(presence_penalty=1.0), [1, 2])
     both = TokenHistory.of(Sampling(repetition_penalty=1.1), [1, 2])
     assert only_answer is not None and both is not None
-    both.append([2, 3, 3])
-    assert only_answer.counts == {} and both.counts == {1: 0, 2: 1, 3: 2}
+    both.append([2, 5, 3, 3])
+    assert not only_answer.tokens and (both.tokens.tolist(), both.counts.tolist()) == ([1, 2, 3, 5], [0, 1, 2, 1])
+    assert [both.count(token) for token in range(7)] == [0, 0, 1, 2, 0, 1, 0]
 
 
 def test_ties_go_to_the_lowest_id_and_live_or_die_together() -> None:

@@ -20,6 +20,8 @@ It knows nothing about noise, trees or sessions. Shapes: R rows, V columns, K ca
 from __future__ import annotations
 
 import math
+from array import array
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -35,12 +37,14 @@ BLOCK = 64  # columns that are summed, or searched, together
 
 
 class TokenHistory:
-    """How often each token occurs in the answer so far (``counts``); tokens of the prompt alone have count 0."""
+    """The tokens that occurred, ascending, and how often each occurs in the answer so far; those of the prompt alone
+    have count 0. Kept in order, as kernels read it for every row of every step, and a prompt may have thousands."""
 
-    __slots__ = ("counts",)
+    __slots__ = ("counts", "tokens")
 
     def __init__(self, prompt_tokens: Iterable[int] = ()) -> None:
-        self.counts: dict[int, int] = dict.fromkeys((int(token) for token in prompt_tokens), 0)
+        self.tokens = array("q", sorted({int(token) for token in prompt_tokens}))
+        self.counts = array("q", bytes(8 * len(self.tokens)))
 
     @staticmethod
     def of(sampling: Sampling, tokens: Sequence[int] = (), prompt: int | None = None) -> TokenHistory | None:
@@ -56,7 +60,16 @@ class TokenHistory:
     def append(self, tokens: Iterable[int]) -> None:
         """Add committed answer tokens."""
         for token in tokens:
-            self.counts[int(token)] = self.counts.get(int(token), 0) + 1
+            place = bisect_left(self.tokens, token)
+            if place == len(self.tokens) or self.tokens[place] != token:
+                self.tokens.insert(place, int(token))
+                self.counts.insert(place, 0)
+            self.counts[place] += 1
+
+    def count(self, token: int) -> int:
+        """How often ``token`` occurs in the answer."""
+        place = bisect_left(self.tokens, token)
+        return self.counts[place] if place < len(self.tokens) and self.tokens[place] == token else 0
 
 
 class Columns:
@@ -91,18 +104,16 @@ def penalise(rows: torch.Tensor, columns: Columns, sampling: Sampling, history: 
              paths: Sequence[Sequence[int]]) -> None:
     """Apply repetition, frequency and presence penalties to ``rows`` (float64 [r, V]) in place. paths: the draft tokens
     of each row."""
-    counts = history.counts
     cells: list[tuple[int, int, int]] = []  # row, token, its count once the row's path is part of the answer
     for row, path in enumerate(paths):
-        cells += [(row, token, counts.get(token, 0) + path.count(token)) for token in dict.fromkeys(path)]
+        cells += [(row, token, history.count(token) + path.count(token)) for token in dict.fromkeys(path)]
     table = np.array(cells, np.int64).reshape(-1, 3)
     where, known = columns.find(table[:, 1])
     row_of = to_device(table[:, 0], rows.device)[known]
     # Read before the history's penalties are applied: a token on a path is penalised once, with its full count.
     before = rows[row_of, where]
-    seen, known_history = columns.find(np.fromiter(counts.keys(), np.int64, len(counts)))
-    committed = np.fromiter(counts.values(), np.int64, len(counts))
-    rows[:, seen] = _penalised(rows[:, seen], committed, known_history, sampling)
+    seen, known_history = columns.find(np.array(history.tokens))
+    rows[:, seen] = _penalised(rows[:, seen], np.array(history.counts), known_history, sampling)
     rows[row_of, where] = _penalised(before, table[:, 2], known, sampling)
 
 

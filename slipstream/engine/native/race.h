@@ -41,7 +41,7 @@ struct ChoiceRows {  // `races.CHOICE_ROWS` is the same: how tokens are chosen i
     double top_p, min_p;                     // top_p: 1 is off; min_p: its logarithm, -inf is off
     int64_t top_k;                           // 0: off
     double repetition, frequency, presence;  // 1, 0, 0: off
-    const int64_t *seen, *counts;            // [num_seen] tokens of the prompt and the answer, how often in the answer
+    const int64_t *seen, *counts;            // [num_seen] tokens of the prompt and the answer, ascending; how often in the answer
     int64_t num_seen;
     const int64_t* biased;  // [num_biased]
     const double* amounts;

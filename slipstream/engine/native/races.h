@@ -52,18 +52,19 @@ void adjust_row(Race& race, const RowAdjustments& row, float* copy) {
     struct Count {
         int64_t column, count;
     };
-    std::vector<Count> counts;  // empty if nothing is penalised
+    std::vector<Count> counts;  // by column, as its tokens ascend; empty if nothing is penalised
+    counts.reserve(session.num_seen + row.num_path);
     for (int64_t i = 0; i < session.num_seen; i++)
         if (int64_t column = column_of(session.seen[i]); column >= 0) counts.push_back({column, session.counts[i]});
-    for (int64_t i = 0; i < row.num_path; i++)
-        if (int64_t column = column_of(row.path[i]); column >= 0) counts.push_back({column, 1});
-    std::sort(counts.begin(), counts.end(), [](const Count& a, const Count& b) { return a.column < b.column; });
-    size_t kept = 0;
-    for (size_t i = 0; i < counts.size(); i++) {
-        if (kept && counts[kept - 1].column == counts[i].column) counts[kept - 1].count += counts[i].count;
-        else counts[kept++] = counts[i];
+    for (int64_t i = 0; i < row.num_path; i++) {
+        int64_t column = column_of(row.path[i]);
+        if (column < 0) continue;
+        auto before = [](const Count& one, int64_t other) { return one.column < other; };
+        auto place = std::lower_bound(counts.begin(), counts.end(), column, before);
+        if (place == counts.end() || place->column != column) place = counts.insert(place, {column, 0});
+        place->count++;
     }
-    counts.resize(kept);
+    adjusted.reserve(counts.size() + session.num_biased + session.num_stops);
     for (const Count& one : counts) {
         double value = race.x[one.column];
         if (session.repetition != 1) value = value > 0 ? value / session.repetition : value * session.repetition;
@@ -73,7 +74,9 @@ void adjust_row(Race& race, const RowAdjustments& row, float* copy) {
     for (int64_t i = 0; i < session.num_biased; i++) add(session.biased[i]);
     for (int64_t i = 0; row.early && i < session.num_stops; i++) add(session.stops[i]);
     auto by_column = [](const AdjustedLogit& a, const AdjustedLogit& b) { return a.column < b.column; };
-    std::stable_sort(adjusted.begin(), adjusted.end(), by_column);  // a penalised entry precedes one with the plain logit
+    std::sort(adjusted.begin() + counts.size(), adjusted.end(), by_column);
+    // A penalised entry precedes one with the plain logit.
+    std::inplace_merge(adjusted.begin(), adjusted.begin() + counts.size(), adjusted.end(), by_column);
     auto same = [](const AdjustedLogit& a, const AdjustedLogit& b) { return a.column == b.column; };
     adjusted.erase(std::unique(adjusted.begin(), adjusted.end(), same), adjusted.end());
     auto find = [&](int64_t token) -> AdjustedLogit* {

@@ -115,7 +115,7 @@ def _record(session: ChoiceRows, first: int, num_ids: int, kept: list[object]) -
     if session.adjusted:
         if session.sampling.penalised:
             assert session.history is not None, "penalties need a TokenHistory"
-            seen, counts = array("q", session.history.counts.keys()), array("q", session.history.counts.values())
+            seen, counts = session.history.tokens, session.history.counts
         biased = array("q", [token for token, _ in sampling.logit_bias])
         amounts = array("d", [amount for _, amount in sampling.logit_bias])
         stops = array("q", sampling.stop_token_ids)
