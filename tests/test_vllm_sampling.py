@@ -71,6 +71,8 @@ class Metadata:
     presence: list[float]
     outputs: list[list[int]]
     spec: list[list[int]]
+    max_num_logprobs: int | None = None
+    logprob_token_ids: None = None
 
 
 def penalised(row: torch.Tensor, presence: float, output: Sequence[int]) -> torch.Tensor:
@@ -82,12 +84,19 @@ def penalised(row: torch.Tensor, presence: float, output: Sequence[int]) -> torc
 class Sampler:
     """One row a request: the only one, or the one behind its draft tokens."""
 
+    def __init__(self, mode: str) -> None:
+        self.logprobs_mode = mode
+        self.told: torch.Tensor | None = None  # log probabilities [B, V]
+
     def __call__(self, logits: torch.Tensor, metadata: Metadata) -> torch.Tensor:
         rows = [penalised(row, presence, [*output, *spec]) for row, presence, output, spec
                 in zip(logits, metadata.presence, metadata.outputs, metadata.spec, strict=True)]
-        chosen, processed = self.sample(torch.stack(rows), metadata)
-        assert processed is None
+        chosen, self.told = self.sample(torch.stack(rows), metadata)
+        assert (self.told is not None) is (metadata.max_num_logprobs is not None)
         return chosen
+
+    def compute_logprobs(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits.log_softmax(-1)
 
     def greedy_sample(self, logits: torch.Tensor) -> torch.Tensor:
         return logits.argmax(1).to(torch.int32)
@@ -100,6 +109,7 @@ class Sampler:
 class Verifier:
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
+        self.told = list[list[float]]()  # of each request's new tokens
 
     def __call__(self, spec: Any, probs: None, logits: torch.Tensor, metadata: Metadata) -> list[list[int]]:
         return self.forward(spec, probs, logits, metadata)
@@ -115,7 +125,20 @@ class Verifier:
             own, best = best[:count], best[count:]
             wrong = next((at for at in range(count) if own[at] != chain[at]), None)
             given.append([*own, last] if wrong is None else own[: wrong + 1])
+        if metadata.max_num_logprobs is not None:
+            whole = torch.zeros_like(logits)
+            whole[inner], whole[ends.tolist()] = rows, self._sampler.told
+            self.told = self._get_logprobs_tensors(metadata.max_num_logprobs, spec, logits, rows, whole, given)
         return given
+
+    def _get_logprobs_tensors(self, _num_top: int, spec: Any, _logits: torch.Tensor, verified: torch.Tensor,
+                              whole: torch.Tensor, given: list[list[int]]) -> list[list[float]]:
+        starts = np.cumsum([0, *(count + 1 for count in spec.num_draft_tokens)])[:-1].tolist()
+        inner = [start + at for start, count in zip(starts, spec.num_draft_tokens, strict=True) for at in range(count)]
+        whole[inner] = verified
+        logged = self._sampler.compute_logprobs(whole)
+        return [[logged[start + at, token].item() for at, token in enumerate(tokens)]
+                for start, tokens in zip(starts, given, strict=True)]
 
     def apply_logits_processors(self, logits: torch.Tensor, metadata: Metadata, spec: Any) -> torch.Tensor:
         rows = list[torch.Tensor]()
@@ -134,7 +157,7 @@ class Runner:
     """As much of ``GPUModelRunner`` as the adapter reads."""
 
     def __init__(self, asked: Sequence[Params], prompt: Sequence[int] = PROMPT, mode: str = "raw_logprobs") -> None:
-        self.drafter, self.sampler = Drafter(), Sampler()
+        self.drafter, self.sampler = Drafter(), Sampler(mode)
         self.rejection_sampler = Verifier(self.sampler)
         self.model_config = SimpleNamespace(seed=0, logprobs_mode=mode)
         self.vllm_config = SimpleNamespace(model_config=self.model_config, speculative_config=SimpleNamespace(
@@ -293,7 +316,7 @@ def test_a_stop_that_is_no_token_of_the_model_costs_no_draft(stop: int) -> None:
 
 
 def test_drafts_rank_with_what_is_known_of_the_request_and_only_where_they_help() -> None:
-    for mode, keyed in (("raw_logprobs", True), ("processed_logprobs", False)):
+    for mode, keyed in (("raw_logprobs", True), ("processed_logprobs", True), ("processed_logits", False)):
         runner = Runner([Params(temperature=0.8)], mode=mode)
         batch = runner.input_batch
         batch.num_tokens_no_spec, batch.num_prompt_tokens = np.array([5]), np.array([5])
@@ -325,6 +348,28 @@ def test_what_requests_asked_is_forgotten_when_they_are_over(temperature: float)
 def test_where_it_is_off_vllm_chooses() -> None:
     with pytest.raises(AssertionError, match="vLLM's own sampling was used"):
         answers([Params()], 2, mode="processed_logits")
+
+
+@pytest.mark.parametrize("draft", [None, guessing, nines], ids=["plain", "guessed", "wrong"])
+def test_processed_log_probabilities_are_those_that_tokens_were_drawn_with(draft: Draft | None) -> None:
+    """As trainers ask for them: of our own choice, which vLLM's verification sees as a logit of infinity."""
+    runner, plain = Runner(KINDS, mode="processed_logprobs"), answers(KINDS, 40)[0]
+    runner.metadata.max_num_logprobs = 0
+    while min(map(len, runner.texts)) < len(PROMPT) + 30:
+        before = [list(text) for text in runner.texts]
+        sessions = [sampling_of(params, "", 0, VOCAB) for params in KINDS]
+        new = runner.step([[] for _ in KINDS] if draft is None else draft(runner.texts, sessions))
+        drafted = draft is not None and any(runner.metadata.spec)
+        for place, (params, sampling, tokens) in enumerate(zip(KINDS, sessions, new, strict=True)):
+            for at, token in enumerate(tokens):
+                text = before[place] + tokens[:at]
+                scores = penalised(logits_after(text), params.presence_penalty, text[len(PROMPT) :])[None]
+                law = (scores.double().log_softmax(1) if sampling.greedy else
+                       log_probabilities(scores, row(replace(sampling, presence_penalty=0.0), len(text))))
+                told = runner.rejection_sampler.told[place][at] if drafted else runner.sampler.told[place, token].item()
+                assert told == pytest.approx(law[0, token].item(), abs=1e-5) and told > -math.inf
+    for text, wanted in zip(runner.texts, plain, strict=True):
+        assert text[len(PROMPT) :][:30] == wanted[:30]
 
 
 @dataclass

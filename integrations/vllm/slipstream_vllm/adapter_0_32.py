@@ -33,8 +33,8 @@ from slipstream_vllm.signals import patch as patch_signals
 PARTS = (
     ("propose_draft_token_ids", "_setup_eagle3_aux_hidden_state_outputs", "_get_eagle3_aux_layers_from_config",
      "_input_fits_in_drafter", "_sample", "_bookkeeping_sync", "_update_states"),
-    ("sample", "greedy_sample", "gather_logprobs", "gather_specific_token_logprobs"),
-    ("apply_logits_processors", "forward"),
+    ("sample", "greedy_sample", "compute_logprobs", "gather_logprobs", "gather_specific_token_logprobs"),
+    ("apply_logits_processors", "forward", "_get_logprobs_tensors"),
 )
 
 

@@ -7,6 +7,8 @@ Rules:
    requests: it must equal the choice. vLLM's rejection sampling and its generators are not used.
 3. Greedy requests are chosen by vLLM alone, and so are all requests outside of a ``step``.
 4. Without a seed, one is derived from the engine's seed and the request's id, so it is the same in all ranks.
+5. With logprobs_mode ``processed_logprobs`` log probabilities are behind the filters that a token was chosen with, so
+   it never has one of -inf.
 
 It wraps objects of vLLM (its sampler and its rejection sampler) and imports none. It knows nothing about drafts.
 """
@@ -21,7 +23,8 @@ from typing import Any
 
 import torch
 
-from slipstream.choosing.sampling import ChoiceRows, choices
+from slipstream.choosing.logits import is_filtered
+from slipstream.choosing.sampling import ChoiceRows, choices, log_probabilities
 from slipstream.choosing.transfer import to_device
 from slipstream.protocol.requests import MAX_STOP_TOKEN_IDS, Sampling
 
@@ -32,8 +35,8 @@ MOST = 1 << 30  # largest top_k and min_tokens
 
 def refusal(vllm_config: Any) -> str:
     """Why keyed sampling cannot replace vLLM's own; "": it can."""
-    if "processed" in vllm_config.model_config.logprobs_mode:
-        return f"logprobs_mode is {vllm_config.model_config.logprobs_mode}, which reads what rejection sampling makes"
+    if vllm_config.model_config.logprobs_mode == "processed_logits":
+        return "logprobs_mode is processed_logits, which reads what rejection sampling makes"
     if (method := vllm_config.speculative_config.rejection_sample_method) != "standard":
         return f"rejection_sample_method is {method}"
     return ""
@@ -119,6 +122,28 @@ def with_named_tokens(verify: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
+def processed_rows(logits: torch.Tensor, sessions: Sequence[ChoiceRows]) -> torch.Tensor:
+    """float32 [R, V]: ``logits`` behind the temperature and the filters of the ``sessions``, which have all rows in
+    order; up to a constant of each row."""
+    temperatures = [1.0 if session.sampling.greedy else session.sampling.temperature
+                    for session in sessions for _ in session.rows]
+    rows = logits / to_device(temperatures, logits.device, torch.float32)[:, None]
+    for session in sessions:
+        if session.rows and not session.sampling.greedy and is_filtered(session.sampling):
+            rows[session.rows.start : session.rows.stop] = log_probabilities(logits, session).to(torch.float32)
+    return rows
+
+
+def sampled_alone(sessions: Iterable[ChoiceRows]) -> tuple[list[int], list[ChoiceRows]]:
+    """The rows of those that are not greedy, and these sessions as if no others had rows."""
+    rows, alone = list[int](), list[ChoiceRows]()
+    for session in sessions:
+        if session.rows and not session.sampling.greedy:
+            alone.append(replace(session, rows=range(len(rows), len(rows) + len(session.rows))))
+            rows += session.rows
+    return rows, alone
+
+
 class KeyedSampling:
     """Replaces methods of a sampler and a rejection sampler of vLLM; it chooses tokens only inside a ``step``."""
 
@@ -128,6 +153,10 @@ class KeyedSampling:
         self._sample, self._process, self._verify = sampler.sample, verifier.apply_logits_processors, verifier.forward
         self._requests: Sequence[ChoiceRequest] = ()
         sampler.sample, verifier.apply_logits_processors, verifier.forward = self.sample, self.process, self.verify
+        self._processed = sampler.logprobs_mode == "processed_logprobs"
+        self._told = torch.empty(0)  # what the rows of draft tokens are behind temperature and filters
+        if self._processed:
+            self._tell, verifier._get_logprobs_tensors = verifier._get_logprobs_tensors, self.tell
 
     @contextmanager
     def step(self, requests: Sequence[ChoiceRequest]) -> Iterator[None]:
@@ -136,38 +165,37 @@ class KeyedSampling:
         try:
             yield
         finally:
-            self._requests = ()
+            self._requests, self._told = (), torch.empty(0)
 
     def sample(self, logits: torch.Tensor, metadata: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
-        """A token int64 [B] for each request: the only one, or the one after its draft tokens."""
+        """A token int64 [B] for each request: the only one, or the one after its draft tokens. And the log
+        probabilities [B, V] of the mode ``processed_logprobs``, if they are told."""
         if not self._requests:
             drawn: tuple[torch.Tensor, Any] = self._sample(logits, metadata, *args, **kwargs)
             return drawn
-        if not any(request.sampling.greedy for request in self._requests):
-            sessions = [request.rows(row, 1, request.drafted) for row, request in enumerate(self._requests)]
-            return choices(logits, sessions), None
-        chosen = self._sampler.greedy_sample(logits).to(torch.int64)
-        indices = [index for index, request in enumerate(self._requests) if not request.sampling.greedy]
-        where = to_device(indices, logits.device)
-        sessions = [self._requests[index].rows(row, 1, self._requests[index].drafted)
-                    for row, index in enumerate(indices)]
-        return chosen.index_copy_(0, where, choices(logits.index_select(0, where), sessions)), None
+        sessions = [request.rows(row, 1, request.drafted) for row, request in enumerate(self._requests)]
+        told = self._sampler.compute_logprobs(processed_rows(logits, sessions)) if self._tells(metadata) else None
+        rows, alone = sampled_alone(sessions)
+        if len(rows) == len(sessions):
+            return choices(logits, sessions), told
+        chosen, where = self._sampler.greedy_sample(logits).to(torch.int64), to_device(rows, logits.device)
+        return chosen.index_copy_(0, where, choices(logits.index_select(0, where), alone)), told
 
     def process(self, logits: torch.Tensor, metadata: Any, spec: Any) -> torch.Tensor:
         """vLLM's logits for verification, request after request, with the logit of our choice in each row set to
         infinity."""
         rows: torch.Tensor = self._process(logits, metadata, spec)
-        indices, sessions, first = list[int](), list[ChoiceRows](), 0
+        sessions, first = list[ChoiceRows](), 0
         for request, count in zip(self._requests, spec.num_draft_tokens, strict=False):
-            if count and not request.sampling.greedy:
-                sessions.append(request.rows(len(indices), count, 0))
-                indices += range(first, first + count)
+            sessions.append(request.rows(first, count, 0))
             first += count
-        if not sessions:
+        if sessions and self._tells(metadata):
+            self._told = processed_rows(rows, sessions)
+        sampled, alone = sampled_alone(sessions)
+        if not sampled:
             return rows
-        where = to_device(indices, rows.device)
-        sampled_rows = rows if len(indices) == len(rows) else rows.index_select(0, where)
-        rows[where, choices(sampled_rows, sessions)] = torch.inf
+        where = to_device(sampled, rows.device)
+        rows[where, choices(rows if len(sampled) == len(rows) else rows.index_select(0, where), alone)] = torch.inf
         return rows
 
     def verify(self, spec: Any, draft_probs: Any, logits: torch.Tensor, metadata: Any) -> Any:
@@ -176,3 +204,11 @@ class KeyedSampling:
         if self._requests:
             draft_probs, metadata = None, replace(metadata, all_greedy=True, all_random=False)
         return self._verify(spec, draft_probs, logits, metadata)
+
+    def tell(self, num_top: int, spec: Any, logits: torch.Tensor, verified: torch.Tensor, *args: Any) -> Any:
+        """The log probabilities of a verified step: not those of the rows with infinities."""
+        return self._tell(num_top, spec, logits, self._told if self._requests else verified, *args)
+
+    def _tells(self, metadata: Any) -> bool:
+        """Whether log probabilities of the mode ``processed_logprobs`` are told."""
+        return self._processed and (metadata.max_num_logprobs is not None or bool(metadata.logprob_token_ids))
