@@ -330,7 +330,7 @@ class Balancer:
         if request.answered and (draining := [t for t in able if t.draining and not t.unreachable]):
             return self._choose(draining, request)
         if self._all and all(t.draining for t in self._all):
-            raise Draining("all targets are shutting down; try again soon")
+            raise Draining("all targets are shutting down or gone; try again soon")
         raise Unavailable("no target can take the request now; try again soon")
 
     def _choose(self, usable: list[Target], request: Request) -> Target:
