@@ -205,11 +205,15 @@ def _groups(sessions: Sequence[ChoiceRows], logits: torch.Tensor, scattered: boo
     for session in sessions:
         kind = session.sampling.greedy, session.adjusted, is_filtered(session.sampling)
         kinds.setdefault(kind, []).append(session)
-    on_cpu = logits.device.type == "cpu"
-    most = max(4, CELLS_AT_ONCE_CPU // logits.shape[1]) if on_cpu else ROWS_AT_ONCE
+    on_cpu, most = logits.device.type == "cpu", rows_at_once(logits)
     return [group for (greedy, is_adjusted, filtered), alike in kinds.items()
             for group in ([alike] if not is_adjusted and (greedy or (on_cpu and not filtered and not scattered))
                           else _bounded_groups(alike, most))]
+
+
+def rows_at_once(logits: torch.Tensor) -> int:
+    """How many rows of ``logits`` [R, V] are copied at once, at most."""
+    return max(4, CELLS_AT_ONCE_CPU // logits.shape[1]) if logits.device.type == "cpu" else ROWS_AT_ONCE
 
 
 def _select_rows(logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:

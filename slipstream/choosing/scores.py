@@ -20,11 +20,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from slipstream.choosing.logits import best_of_rows, is_filtered
-from slipstream.choosing.sampling import CELLS_AT_ONCE_CPU, ROWS_AT_ONCE, ChoiceRows, adjusted_rows, log_probabilities
+from slipstream.choosing.sampling import ChoiceRows, adjusted_rows, log_probabilities, rows_at_once
 from slipstream.choosing.transfer import to_device
 from slipstream.protocol.requests import LogprobsMode, PromptScores, TokenLogprob
 
-PROMPT_ROWS_CPU = 16
+PROMPT_ROWS_CPU, PROMPT_ROWS = 16, 64  # computed at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def chosen_logprobs(logits: torch.Tensor, sessions: Sequence[ScoredRows]) -> lis
         else:
             together[session.top] += [(place, row, temperature, token)
                                       for row, token in zip(session.rows(), session.tokens, strict=True)]
-    most, device = _rows_at_once(logits), logits.device
+    most, device = rows_at_once(logits), logits.device
     for top, asked in together.items():
         for first in range(0, len(asked), most):
             places, rows, temperatures, tokens = zip(*asked[first : first + most], strict=True)
@@ -97,7 +97,7 @@ def prompt_scores(states: torch.Tensor, head: Callable[[torch.Tensor], torch.Ten
 
 def _parts(states: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor], tokens: Sequence[int],
            top: int) -> Iterator[tuple[torch.Tensor, ...]]:
-    step = PROMPT_ROWS_CPU if states.device.type == "cpu" else ROWS_AT_ONCE
+    step = PROMPT_ROWS_CPU if states.device.type == "cpu" else PROMPT_ROWS
     for first in range(0, len(tokens), step):
         logits = head(states[first : first + step])
         scores = torch.log_softmax(logits.to(torch.float64), 1)
@@ -117,7 +117,3 @@ def _token_logprobs(scores: torch.Tensor, chosen: Sequence[int], top: int) -> li
     return [TokenLogprob(row[0], tuple((int(token), logged) for token, logged
                                        in zip(row[1 + width :], row[1 : 1 + width], strict=True)
                                        if logged > -math.inf)) for row in told]
-
-
-def _rows_at_once(logits: torch.Tensor) -> int:
-    return max(1, CELLS_AT_ONCE_CPU // logits.shape[1]) if logits.device.type == "cpu" else ROWS_AT_ONCE
