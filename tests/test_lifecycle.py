@@ -148,11 +148,13 @@ async def test_a_draft_says_goodbye(tiny_folder: Path) -> None:
 
 def test_the_first_process_of_a_container_ends_while_it_is_loading(tmp_path: Path) -> None:
     """The kernel keeps a signal from a container's first process that does not ask for it: a pod that was deleted in
-    its first seconds came up, and stayed for its whole grace."""
+    its first seconds came up, and stayed for its whole grace. Short sleeps: Python looks for a signal between them, and
+    one long one would hide a signal that comes just before it."""
     apart = ["unshare", "--user", "--map-root-user", "--pid", "--fork"]
     if shutil.which(apart[0]) is None or subprocess.run([*apart, "true"], capture_output=True).returncode:
         pytest.skip("no namespaces for processes here")
-    (tmp_path / "typer.py").write_text("import pathlib, time\npathlib.Path('loading').touch()\ntime.sleep(60)\n")
+    (tmp_path / "typer.py").write_text("import pathlib, time\npathlib.Path('loading').touch()\n"
+                                       "for _ in range(600):\n    time.sleep(0.1)\n")
     command = [*apart, sys.executable, "-m", "slipstream", "target"]
     with subprocess.Popen(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}) as outside:
         while not (tmp_path / "loading").exists():
