@@ -107,8 +107,9 @@ def compile_modules(out: Path, root: Path = ROOT, level: str = "2") -> dict[str,
         file.write_text(with_constructors(file.read_text(encoding="utf-8")), encoding="utf-8")
     with chdir(written):
         found = mypyc.mypycify(wanted, target_dir=str(out / "c"), group_name=SHARED, opt_level=level, debug_level="0")
-        for extension in found:  # what gcc thinks of made code is nobody's concern, and to look takes it half a minute
-            extension.extra_compile_args.append("-w")
+        # What gcc thinks of made code is nobody's concern, and to look takes it 20 s, also where -w keeps it to itself.
+        for extension in found:
+            extension.extra_compile_args += ["-w", "-Wno-all"]
         command = setuptools.Distribution({"ext_modules": found}).get_command_obj("build_ext")
         command.build_lib, command.build_temp = str(out / "lib"), str(out / "temp")
         command.ensure_finalized()
