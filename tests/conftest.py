@@ -17,11 +17,12 @@ from tests.tiny import with_template, write_tiny_model
 
 torch.set_num_threads(1)
 # Modules that take longest begin first, or a process would be left alone with one of them at the end.
-LONGEST = ("test_lossless", "test_real", "test_simulation", "test_machine_code", "test_train", "test_chart",
-           "test_int8", "test_ranks", "test_device_races", "test_bad_drafts", "test_policy", "test_cli",
-           "test_compiled", "test_constrained", "test_chaos", "test_lifecycle", "test_reaching", "test_drafters",
-           "test_fused", "test_mtp_lossless", "test_families", "test_crash_families", "test_gpu", "test_timed",
-           "test_lenient", "test_models", "test_mtp", "test_wheel")
+LONGEST = ("test_lossless", "test_cli", "test_same_drafts", "test_ranks", "test_simulation", "test_lifecycle",
+           "test_chaos", "test_train", "test_machine_code", "test_real", "test_constrained", "test_bad_drafts",
+           "test_chart", "test_reaching", "test_peers", "test_gpu", "test_compiled", "test_timed", "test_sampling",
+           "test_connections", "test_tune", "test_policy", "test_grammars", "test_crash_families", "test_lenient",
+           "test_int8", "test_device_races", "test_drafters", "test_fused", "test_scoring", "test_vllm_sampling",
+           "test_mtp_lossless", "test_families", "test_models", "test_mtp", "test_wheel")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
