@@ -291,6 +291,12 @@ def test_penalties_along_a_path_equal_those_of_committed_tokens() -> None:
     assert torch.equal(on_path, committed)
 
 
+def test_a_penalty_is_subtracted_in_float64() -> None:
+    """As kernels do it: 0.1 of float32 is a little more than 0.1, so the penalised token stays ahead."""
+    penalised = rows_of(Sampling(presence_penalty=0.1), range(1), answer=[1])
+    assert choose(torch.tensor([[0.0, 0.1]]), [penalised]) == [1]
+
+
 def test_history_is_kept_only_where_it_is_needed() -> None:
     assert TokenHistory.of(Sampling(temperature=1.0, top_p=0.5, min_tokens=3), [1, 2]) is None
     only_answer = TokenHistory.of(Sampling(presence_penalty=1.0), [1, 2])

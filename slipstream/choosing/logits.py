@@ -123,7 +123,7 @@ def _penalised(values: torch.Tensor, counts: NDArray[np.int64], known: torch.Ten
     repetition = sampling.repetition_penalty
     if repetition != 1.0:
         values = torch.where(values > 0, values / repetition, values * repetition)
-    return values - sampling.frequency_penalty * count - sampling.presence_penalty * (count > 0)
+    return values - sampling.frequency_penalty * count - sampling.presence_penalty * count.clamp(max=1.0)
 
 
 def bias(rows: torch.Tensor, columns: Columns, logit_bias: Sequence[tuple[int, float]]) -> None:
