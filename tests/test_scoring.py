@@ -27,14 +27,23 @@ from router_service.text.deltas import TextDelta
 from router_service.text.tokens import Completion, Detokenizer, TextCodec
 from slipstream.base.config import TargetSection
 from slipstream.base.errors import Unavailable
+from slipstream.choosing.logits import survivors
 from slipstream.choosing.permitted import Permitted
-from slipstream.choosing.sampling import ChoiceRows
+from slipstream.choosing.sampling import ChoiceRows, choose, log_probabilities
 from slipstream.choosing.scores import ScoredRows, chosen_logprobs
 from slipstream.client import AsyncClient
 from slipstream.decision.beliefs import StepCosts
 from slipstream.following.following import Following
 from slipstream.observe.metrics import TargetMetrics
-from slipstream.protocol.requests import MAX_SCORES, LogprobsMode, Piece, PromptScores, Request, Sampling
+from slipstream.protocol.requests import (
+    MAX_SCORES,
+    LogprobsMode,
+    Piece,
+    PromptScores,
+    Request,
+    Sampling,
+    TokenLogprob,
+)
 from slipstream.protocol.tree import MAX_HELD, MAX_NODES, DraftTree
 from target_service.sequence import Sequence
 from target_service.step import Limits
@@ -275,6 +284,32 @@ def test_the_modes_of_log_probabilities_are_what_they_say(mode: LogprobsMode) ->
     assert told.logprob == pytest.approx(float(law[token]), abs=1e-12)
     assert len(told.top) == (4 if mode == "processed" else 6)
     assert all(logged == pytest.approx(float(law[i]), abs=1e-12) for i, logged in told.top)
+
+
+def test_rows_that_only_filters_change_share_their_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a trainer's group. A row with thousands of survivors widens the search for the others, and changes none."""
+    generator, width = torch.Generator().manual_seed(3), 64 * 64
+    logits = torch.randn(9, width, generator=generator) * torch.tensor([[0.1], [2.0], [4.0]] * 3)
+    samplings = [Sampling(temperature=0.8, top_p=0.9), Sampling(temperature=1.0, top_k=100), Sampling(top_p=0.9),
+                 Sampling(temperature=1.2, min_p=0.01), Sampling(temperature=1.0, top_p=0.95, top_k=20),
+                 Sampling(temperature=1.0, top_p=0.9, seed=1)] * 2
+    sessions = [ChoiceRows(sampling, range(row, row + 1), [4], [0], None, [()])
+                for row, sampling in enumerate(samplings[:9])]
+    tokens = choose(logits, sessions)
+    asked = [ScoredRows(session, [0], [token], 0, "processed") for session, token in zip(sessions, tokens, strict=True)]
+    passes = list[int]()
+
+    def counted(rows: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        passes.append(len(rows))
+        return survivors(rows, *args)
+
+    monkeypatch.setattr("slipstream.choosing.scores.survivors", counted)
+    together = chosen_logprobs(logits, asked)
+    assert passes == [7], "all but the greedy ones, at once"
+    for session, token, (told,) in zip(sessions, tokens, together, strict=True):
+        law = (torch.log_softmax(logits[list(session.rows)].double(), 1) if session.sampling.greedy
+               else log_probabilities(logits, session))
+        assert told == TokenLogprob(float(law[0, token]))
 
 
 @pytest.mark.parametrize("width", [20, 64 * 64])  # the best of wide rows are found block by block

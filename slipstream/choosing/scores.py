@@ -19,10 +19,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from slipstream.choosing.logits import best_of_rows, is_filtered
+from slipstream.choosing.logits import best_of_rows, is_filtered, survivors
 from slipstream.choosing.sampling import ChoiceRows, adjusted_rows, log_probabilities, rows_at_once
 from slipstream.choosing.transfer import to_device
-from slipstream.protocol.requests import LogprobsMode, PromptScores, TokenLogprob
+from slipstream.protocol.requests import LogprobsMode, PromptScores, Sampling, TokenLogprob
 
 PROMPT_ROWS_CPU, PROMPT_ROWS = 16, 64  # computed at once
 
@@ -47,6 +47,12 @@ class ScoredRows:
             return None
         return 1.0 if sampling.greedy else max(sampling.temperature, 1e-300)
 
+    @property
+    def filtered_alone(self) -> bool:
+        """Whether its tokens alone are told, behind filters, and nothing else changes its logits."""
+        return (self.mode == "processed" and self.top == 0 and not self.session.adjusted
+                and not self.session.sampling.greedy and is_filtered(self.session.sampling))
+
     def own_scores(self, logits: torch.Tensor) -> torch.Tensor:
         """float64 [r, V]: the log probabilities in its rows, for themselves."""
         rows, session, nodes = logits[self.rows()], self.session, self.nodes
@@ -66,11 +72,15 @@ class ScoredRows:
 
 def chosen_logprobs(logits: torch.Tensor, sessions: Sequence[ScoredRows]) -> list[list[TokenLogprob]]:
     """What each session is told of its tokens. logits: [R, V]. Rows that no penalty, mask or filter changes are
-    computed together, a bounded number at once."""
+    computed together, a bounded number at once; so are rows that filters alone change."""
     told: list[list[TokenLogprob]] = [[] for _ in sessions]
+    filtered = list[tuple[int, int, Sampling, int]]()  # session, row, sampling, token
     together = defaultdict[int, list[tuple[int, int, float, int]]](list)  # by top: session, row, temperature, token
     for place, session in enumerate(sessions):
-        if (temperature := session.temperature) is None:
+        if session.filtered_alone:
+            filtered += [(place, row, session.session.sampling, token)
+                         for row, token in zip(session.rows(), session.tokens, strict=True)]
+        elif (temperature := session.temperature) is None:
             told[place] = _token_logprobs(session.own_scores(logits), session.tokens, session.top)
         else:
             together[session.top] += [(place, row, temperature, token)
@@ -84,7 +94,21 @@ def chosen_logprobs(logits: torch.Tensor, sessions: Sequence[ScoredRows]) -> lis
                 scaled /= to_device(temperatures, device, torch.float64)[:, None]
             for place, token in zip(places, _token_logprobs(torch.log_softmax(scaled, 1), tokens, top), strict=True):
                 told[place].append(token)
+    for first in range(0, len(filtered), most):
+        places, rows, samplings, tokens = zip(*filtered[first : first + most], strict=True)
+        logged = _filtered_logprobs(logits.index_select(0, to_device(rows, device)), samplings, tokens)
+        for place, value in zip(places, logged, strict=True):
+            told[place].append(TokenLogprob(value))
     return told
+
+
+def _filtered_logprobs(rows: torch.Tensor, samplings: Sequence[Sampling], tokens: Sequence[int]) -> list[float]:
+    """Of each row's token, among those that its filters left. rows: [R, V]."""
+    temperatures = to_device([max(sampling.temperature, 1e-300) for sampling in samplings], rows.device, torch.float64)
+    values, columns = survivors(rows, temperatures, samplings)
+    others = columns != to_device(tokens, rows.device)[:, None]
+    logged: list[float] = torch.log_softmax(values, 1).masked_fill_(others, -math.inf).amax(1).tolist()
+    return logged
 
 
 def prompt_scores(states: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor], tokens: Sequence[int], start: int,
