@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from slipstream.choosing.logits import is_filtered
-from slipstream.choosing.sampling import ChoiceRows, choices, log_probabilities
+from slipstream.choosing.logits import is_filtered, survivors
+from slipstream.choosing.sampling import ChoiceRows, choices, rows_at_once
 from slipstream.choosing.transfer import to_device
 from slipstream.protocol.requests import MAX_STOP_TOKEN_IDS, Sampling
 
@@ -125,12 +125,18 @@ def with_named_tokens(verify: Callable[..., Any]) -> Callable[..., Any]:
 def processed_rows(logits: torch.Tensor, sessions: Sequence[ChoiceRows]) -> torch.Tensor:
     """float32 [R, V]: ``logits`` behind the temperature and the filters of the ``sessions``, which have all rows in
     order; up to a constant of each row."""
-    temperatures = [1.0 if session.sampling.greedy else session.sampling.temperature
-                    for session in sessions for _ in session.rows]
-    rows = logits / to_device(temperatures, logits.device, torch.float32)[:, None]
-    for session in sessions:
-        if session.rows and not session.sampling.greedy and is_filtered(session.sampling):
-            rows[session.rows.start : session.rows.stop] = log_probabilities(logits, session).to(torch.float32)
+    samplings = [session.sampling for session in sessions for _ in session.rows]
+    temperatures = to_device([1.0 if sampling.greedy else sampling.temperature for sampling in samplings],
+                             logits.device, torch.float64)
+    rows = logits / temperatures[:, None].to(torch.float32)
+    filtered = [row for row, sampling in enumerate(samplings) if not sampling.greedy and is_filtered(sampling)]
+    most = rows_at_once(logits)
+    for some in (filtered[first : first + most] for first in range(0, len(filtered), most)):
+        where = to_device(some, logits.device)
+        values, columns = survivors(logits.index_select(0, where), temperatures[where],
+                                    [samplings[row] for row in some])
+        left = rows.new_full((len(some), rows.shape[1]), -torch.inf)
+        rows.index_copy_(0, where, left.scatter_(1, columns, values.to(rows.dtype)))
     return rows
 
 
