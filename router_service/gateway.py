@@ -178,7 +178,7 @@ class Gateway:
         arrived_s = time.monotonic()
         span = None if self.spans is None else self.spans.begin(
             "router.request", well_formed(trace), endpoint=plan.endpoint, answers=plan.num_answers)
-        limit = Limit(_timed_out, self._section.request_timeout_s)
+        limit = Limit(self._timed_out, self._section.request_timeout_s)
         try:
             with limit:
                 place = await self.admission.enter(tenant, plan.num_answers)
@@ -231,7 +231,8 @@ class Gateway:
         request = Request(f"{request_id}-{number}", job.prompts[prompt], sampling, job.max_tokens[prompt],
                           options.top_logprobs, options.speculate, trace=trace,
                           namespace=_salted(tenant.namespace, options.cache_salt), identity=job.identity,
-                          grammar=options.grammar, prompt_logprobs=options.prompt_top_logprobs,
+                          grammar=options.grammar,
+                          prompt_logprobs=options.prompt_top_logprobs if choice < job.num_scored else None,
                           logprobs_mode=options.logprobs_mode, allowed_token_ids=options.allowed_token_ids,
                           bad_words=job.bad_words).after(job.resumed_tokens)
         routed = self.balancer.submit(request)
@@ -242,6 +243,10 @@ class Gateway:
     def resumed_text(self, job: Job) -> Iterator[str]:
         """The text of the tokens that a client already has, token by token, up to the last whole character."""
         return map(self._detokenizer(job, 0).push, job.resumed_tokens)
+
+    def _timed_out(self) -> DeadlineExceeded:
+        return DeadlineExceeded(f"the request took longer than {self._section.request_timeout_s:g} s; ask for fewer "
+                                "tokens or answers at once, or raise router.request_timeout_s")
 
     def failed(self, endpoint: str, error: BaseException) -> None:
         """Count a request that ends with ``error``."""
@@ -395,10 +400,6 @@ def _salted(namespace: str, salt: str) -> str:
         return namespace
     salted = blake2b(salt.encode("utf-8", "surrogatepass"), key=namespace.encode()[:64], digest_size=15).hexdigest()
     return f"{namespace}{NAMESPACE_SEPARATOR}{salted}"
-
-
-def _timed_out() -> DeadlineExceeded:
-    return DeadlineExceeded("the request took longer than this server allows; ask for fewer tokens")
 
 
 def _check_ids(param: str, tokens: Sequence[int], vocab_size: int) -> None:

@@ -371,6 +371,19 @@ async def test_clients_get_prompts_and_scores_in_the_shapes_they_know(routed: Ro
     assert chat["prompt_logprobs"][0] is None and len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
 
 
+@pytest.mark.parametrize(("path", "body", "scored"), [(CHAT, {"messages": HELLO}, [0, None, None]),
+                                                      (COMPLETIONS, {"prompt": TEXT}, [0, 0, 0])])
+async def test_a_prompt_is_scored_for_those_choices_alone_that_return_it(
+        routed: Routing, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any],
+        scored: list[int | None]) -> None:
+    asked, balancer = list[int | None](), routed.service.gateway.balancer
+    submit = balancer.submit
+    monkeypatch.setattr(balancer, "submit", lambda request: (asked.append(request.prompt_logprobs), submit(request))[1])
+    answered = (await routed.post(path, n=3, prompt_logprobs=0, max_tokens=2, **body)).json()
+    told = [answered] if path == CHAT else answered["choices"]
+    assert asked == scored and all(len(each["prompt_logprobs"]) == answered["usage"]["prompt_tokens"] for each in told)
+
+
 async def test_log_probabilities_name_tokens_by_their_ids_where_trainers_ask(routed: Routing) -> None:
     asked: dict[str, Any] = {"temperature": 0, "max_tokens": 3, "return_token_ids": True}
     named = {"return_tokens_as_token_ids": True}

@@ -556,18 +556,23 @@ class Job:
                        reasoning_in_content=options.reasoning_in_content) for _ in range(count)]
 
     @property
+    def num_scored(self) -> int:
+        """How many choices of each prompt return its log probabilities. A chat returns them once."""
+        if self.options.prompt_top_logprobs is None:
+            return 0
+        return 1 if self.endpoint == "chat" else self.options.n
+
+    @property
     def num_prompt_tokens_charged(self) -> int:
         """Tokens that its tenant pays before any is answered."""
         # The head is as much work for a scored token as for an answered one; a token that the client already has is
         # computed like a prompt's.
-        times = 1 if self.options.prompt_top_logprobs is None else 1 + self.options.n
-        return sum(map(len, self.prompts)) * times + len(self.resumed_tokens)
+        return sum(map(len, self.prompts)) * (1 + self.num_scored) + len(self.resumed_tokens)
 
     @property
     def num_scores(self) -> int:
         """Log probabilities of the prompts' tokens that are returned."""
-        top = self.options.prompt_top_logprobs
-        return 0 if top is None else sum(map(len, self.prompts)) * self.options.n * (1 + top)
+        return sum(map(len, self.prompts)) * self.num_scored * (1 + (self.options.prompt_top_logprobs or 0))
 
     @property
     def num_answers(self) -> int:
