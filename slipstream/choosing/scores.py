@@ -38,20 +38,26 @@ class ScoredRows:
     mode: LogprobsMode
 
     @property
+    def has_filters(self) -> bool:
+        """Whether its log probabilities are behind filters."""
+        sampling = self.session.sampling
+        return self.mode == "processed" and not sampling.greedy and is_filtered(sampling)
+
+    @property
     def temperature(self) -> float | None:
         """What its logits are divided by, where nothing else changes them; None: something does."""
         sampling = self.session.sampling
         if self.mode == "raw":
             return 1.0
-        if self.session.adjusted or (self.mode == "processed" and not sampling.greedy and is_filtered(sampling)):
+        if self.session.adjusted or self.has_filters:
             return None
         return 1.0 if sampling.greedy else max(sampling.temperature, 1e-300)
 
     @property
     def filtered_alone(self) -> bool:
-        """Whether its tokens alone are told, behind filters, and nothing else changes its logits."""
-        return (self.mode == "processed" and self.top == 0 and not self.session.adjusted
-                and not self.session.sampling.greedy and is_filtered(self.session.sampling))
+        """Whether its tokens alone are told, behind filters, and nothing else changes its logits. Not with the best
+        tokens: the order of equal ones would depend on how many candidates the rows beside it have."""
+        return self.has_filters and self.top == 0 and not self.session.adjusted
 
     def own_scores(self, logits: torch.Tensor) -> torch.Tensor:
         """float64 [r, V]: the log probabilities in its rows, for themselves."""
